@@ -1,0 +1,21 @@
+"""Say how much memory you have; get the fastest fine-tune that fits, kept inside it, and ship the result."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snugtune.api import evaluate, train
+    from snugtune.recipe import Recipe
+
+__all__ = ["Recipe", "evaluate", "train"]
+
+_HOMES = {"Recipe": "snugtune.recipe", "evaluate": "snugtune.api", "train": "snugtune.api"}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use, so that `import snugtune` costs nothing and brings no torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'snugtune' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,127 @@
+"""Adapters on disk, in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+Only adapter tensors are touched. A folder is written aside, synced and renamed, so that it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from snugtune.adapters import lora
+from snugtune.errors import ModelError
+from snugtune.events import sync_folder
+from snugtune.recipe import Lora
+
+_PREFIX = "base_model.model."
+_UNSUPPORTED = {
+    "use_rslora": "alpha / sqrt(r) scaling", "use_dora": "DoRA", "rank_pattern": "ranks by module",
+    "alpha_pattern": "alphas by module", "modules_to_save": "whole trained modules", "bias": "trained biases",
+    "trainable_token_indices": "trained token rows", "layer_replication": "replicated layers",
+    "layers_to_transform": "a choice of layers", "target_parameters": "adapted bare parameters", "lora_bias": "a bias on B",
+}  # fmt: skip
+
+
+def save(
+    model: nn.Module, cfg: Lora, folder: Path, *, base: str, base_name: str, tokenizer: Tokenizer, readme: str
+) -> None:
+    """Write the adapters of `model` to `folder`.
+
+    Args:
+        model: a model that `lora.apply` was called on.
+        cfg: what it was called with.
+        folder: replaced as a whole.
+        base: the base model as others know it.
+        base_name: the base model as the recipe names it (what `snugtune` itself loads).
+        tokenizer: goes along, since an adapter is of little use with another one.
+        readme: README.md of the folder.
+    """
+    layers = lora.layers(model)
+    tensors = {}
+    for name, layer in layers.items():
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = layer.lora_A.detach().contiguous()
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = layer.lora_B.detach().contiguous()
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": cfg.r, "lora_alpha": cfg.lora_alpha, "lora_dropout": cfg.lora_dropout,
+        "target_modules": "all-linear" if cfg.target_modules == "all-linear" else list(cfg.target_modules),
+        "fan_in_fan_out": any(layer.transposed for layer in layers.values()), "bias": "none", "modules_to_save": None,
+        "use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "init_lora_weights": True,
+    }  # fmt: skip
+    with whole_folder(folder) as aside:
+        save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+        (aside / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (aside / "snugtune.json").write_text(json.dumps({"base": base_name}) + "\n", encoding="utf-8")
+        (aside / "README.md").write_text(readme, encoding="utf-8")
+        tokenizer.save_pretrained(aside)
+
+
+def read_config(folder: Path) -> Lora:
+    """What an adapter was trained with. Raises ModelError for a kind of adapter that would be served wrongly."""
+    settings = _settings(folder)
+    if settings.get("peft_type") != "LORA":
+        raise ModelError(f"{folder} is a {settings.get('peft_type')} adapter; only LORA is known")
+    for key, meaning in _UNSUPPORTED.items():
+        if settings.get(key) not in (None, False, {}, [], "none"):
+            raise ModelError(f"{folder} uses {key} ({meaning}), which is not known here; it would give wrong answers")
+    targets = settings["target_modules"]
+    return Lora(
+        r=settings["r"], lora_alpha=settings["lora_alpha"], lora_dropout=settings.get("lora_dropout", 0.0),
+        target_modules=targets if isinstance(targets, str) else tuple(targets),
+    )  # fmt: skip
+
+
+def load(model: nn.Module, folder: Path) -> None:
+    """Put the adapter in `folder` on `model`, frozen. Raises ModelError where its tensors do not match the model's."""
+    lora.apply(model, read_config(folder))
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ModelError(f"{folder} has no adapter_model.safetensors (a pickled adapter is not read)")
+    stored = load_file(file)
+    for name, layer in lora.layers(model).items():
+        for part, parameter in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+            tensor = stored.pop(f"{_PREFIX}{name}.{part}.weight", None)
+            if tensor is None or tensor.shape != parameter.shape:
+                found = "is missing" if tensor is None else f"is {list(tensor.shape)}, not {list(parameter.shape)}"
+                raise ModelError(f"{folder} does not fit this model: {part} of {name} {found}")
+            parameter.data.copy_(tensor)
+    if stored:
+        raise ModelError(f"{folder} holds {len(stored)} tensors that this model has no place for: {next(iter(stored))}")
+    model.requires_grad_(False)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} holds no adapter: {error}") from None
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` when the block ends well; until then the old one stays."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        for file in aside.iterdir():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

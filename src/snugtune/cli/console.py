@@ -1,0 +1,76 @@
+"""What a person sees: messages, progress and tables on stderr; JSON and nothing else on stdout."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+stderr = Console(stderr=True, highlight=False)
+stdout = Console(highlight=False)
+
+
+def error(message: str) -> None:
+    """One message in red, not wrapped, so that paths in it can be copied."""
+    stderr.print(f"[bold red]error:[/] {_plain(message)}", soft_wrap=True)
+
+
+def quiet_libraries() -> None:
+    """Our own log lines go to stderr; other libraries' progress bars and warnings do not."""
+    handler = RichHandler(console=stderr, show_time=False, show_level=False, show_path=False, markup=False)
+    log = logging.getLogger("snugtune")
+    log.handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    warnings.filterwarnings("ignore", module=r"(transformers|torch|huggingface_hub)\b")
+
+
+def print_json(report: Any) -> None:
+    """One JSON object on stdout."""
+    sys.stdout.write(json.dumps(asdict(report), ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def progress() -> Iterator[Any]:
+    """A callback (what, done, total, facts) that draws a bar for each thing that is being done; silent off a terminal."""
+    if not stderr.is_terminal:
+        yield lambda what, done, total, facts: None
+        return
+    bars = Progress(
+        TextColumn("{task.description:<18}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[facts]}"), console=stderr,
+    )  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int, facts: dict[str, float]) -> None:
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total, facts="")
+        text = ""
+        if "loss" in facts:
+            text = f"loss {facts['loss']:.3f}  {facts['tokens_per_second']:.0f} tokens/s"
+        bars.update(tasks[what], completed=done, facts=text)
+
+    with bars:
+        yield show
+
+
+def facts_table(title: str) -> Table:
+    """A table of names and values without lines."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    return table
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,180 @@
+"""Activation checkpointing by our own autograd function: keep a block's inputs, run the block again in backward.
+
+Peak activations fall from everything inside all blocks to the blocks' inputs plus the inside of one block; the price is
+one more forward. Exact: the second run sees the same inputs, the same random state and the same autocast state, so that
+gradients are bit-equal to a run that kept everything.
+
+What a naive version gets wrong, and this one does not: inputs are detached before the second run; the random state of
+the first run is restored for it and the outer one put back after it; trainable parameters are inputs of the function, so
+that they get gradients even when nothing that flows in requires one (frozen embeddings); keyword, nested and non-tensor
+arguments pass through; an output that needs no gradient asks for none; functions nest.
+
+Chen et al., arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """State outside of the arguments that the second run must see as the first did."""
+
+    cpu_rng: Tensor | None
+    device_rng: Tensor | None
+    device_type: str
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def now(cls, device_type: str, *, random: bool) -> _Surroundings:
+        module = _device_module(device_type)
+        return cls(
+            cpu_rng=torch.get_rng_state() if random else None,
+            device_rng=module.get_rng_state() if random and module else None,
+            device_type=device_type,
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in dict.fromkeys(("cpu", device_type))
+            ),
+        )
+
+    def restore(self, stack: ExitStack) -> None:
+        """Set everything back until `stack` closes."""
+        module = _device_module(self.device_type)
+        if self.cpu_rng is not None:
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            torch.set_rng_state(self.cpu_rng)
+        if self.device_rng is not None and module:
+            stack.callback(module.set_rng_state, module.get_rng_state())
+            module.set_rng_state(self.device_rng)
+        for kind, enabled, dtype in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast remembers a parameter's low-precision copy; one made without gradients must not serve a run with them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _device_module(device_type: str) -> Any:
+    return None if device_type in ("cpu", "meta") else torch.get_device_module(device_type)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # `tensors` are the tensor arguments followed by the trainable parameters.
+        ctx.call = call
+        ctx.surroundings = _Surroundings.now(call.device_type, random=call.random)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        with torch.no_grad(), _no_autocast_cache():
+            outputs, call.output_tree = tree_flatten(call.run(tensors[: call.arguments]))
+        call.output_others = [None if isinstance(o, Tensor) else o for o in outputs]
+        call.output_is_tensor = [isinstance(o, Tensor) for o in outputs]
+        found = tuple(o for o in outputs if isinstance(o, Tensor))
+        ctx.mark_non_differentiable(*(o for o in found if not (o.is_floating_point() or o.is_complex())))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        inputs = [t.detach().requires_grad_(needs) for t, needs in zip(tensors[: call.arguments], wanted, strict=False)]
+        parameters = tensors[call.arguments :]
+        with torch.enable_grad(), ExitStack() as stack:
+            ctx.surroundings.restore(stack)
+            outputs = [o for o in tree_flatten(call.run(inputs))[0] if isinstance(o, Tensor)]
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        targets = [t for t, needs in zip([*inputs, *parameters], wanted, strict=True) if needs]
+        found: Iterable[Tensor | None] = [None] * len(targets)
+        if pairs and targets:
+            found = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
+        results = iter(found)
+        return (None, *(next(results) if needs else None for needs in wanted))
+
+
+class _Call:
+    """A function with its arguments taken apart into tensors and the rest."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, *, random: bool) -> None:
+        self.function = function
+        self.random = random
+        flat, self.tree = tree_flatten((args, kwargs))
+        self.is_tensor = [isinstance(x, Tensor) for x in flat]
+        self.others = [None if isinstance(x, Tensor) else x for x in flat]
+        self.tensors = [x for x in flat if isinstance(x, Tensor)]
+        self.arguments = len(self.tensors)
+        devices = {t.device.type for t in self.tensors} - {"cpu", "meta"}
+        self.device_type = next(iter(devices), "cpu")
+        self.output_tree: Any = None
+        self.output_others: list[Any] = []
+        self.output_is_tensor: list[bool] = []
+
+    def run(self, tensors: Iterable[Tensor]) -> Any:
+        it = iter(tensors)
+        flat = [next(it) if is_tensor else other for is_tensor, other in zip(self.is_tensor, self.others, strict=True)]
+        args, kwargs = tree_unflatten(flat, self.tree)
+        return self.function(*args, **kwargs)
+
+    def rebuild(self, tensors: Iterable[Tensor]) -> Any:
+        it = iter(tensors)
+        pairs = zip(self.output_is_tensor, self.output_others, strict=True)
+        return tree_unflatten([next(it) if is_tensor else other for is_tensor, other in pairs], self.output_tree)
+
+
+def recompute(
+    function: Callable[..., Any], *args: Any, parameters: Iterable[Tensor] | None = None, random: bool = True, **kwargs: Any
+) -> Any:
+    """`function(*args, **kwargs)`, keeping only its arguments for backward.
+
+    Args:
+        function: a module, or any callable whose result depends on nothing but its arguments, `parameters`, the random
+            state and autocast.
+        args: tensors that may require gradients, at any depth of tuples, lists and dicts, among anything else.
+        parameters: trainable tensors that the function uses besides its arguments; those of a module by default.
+        random: False where the function draws no random number, so that no state need be kept.
+        kwargs: as args.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if parameters is None:
+        parameters = function.parameters() if isinstance(function, nn.Module) else ()
+    call = _Call(function, args, kwargs, random=random)
+    tensors, call.tensors = call.tensors, []  # autograd keeps them; a second list would outlive it
+    return call.rebuild(_Recompute.apply(call, *tensors, *(p for p in parameters if p.requires_grad)))
+
+
+def apply(blocks: Iterable[nn.Module], *, random: bool = True) -> None:
+    """Recompute each of `blocks` in backward. Call it after adapters are in, since it looks at what is trainable then."""
+    for block in blocks:
+        block.forward = _Recomputed(block, random=random)  # type: ignore[method-assign]
+
+
+class _Recomputed:
+    """Stands in for one block's forward; modules look `forward` up on themselves first."""
+
+    def __init__(self, block: nn.Module, *, random: bool) -> None:
+        self.forward = block.forward
+        self.parameters = [p for p in block.parameters() if p.requires_grad]
+        self.random = random
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return recompute(self.forward, *args, parameters=self.parameters, random=self.random, **kwargs)

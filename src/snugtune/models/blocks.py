@@ -1,0 +1,68 @@
+"""Where the parts of a transformers decoder are: backbone, blocks, head.
+
+A family stands in `PACKED_FAMILIES` when a test on a tiny random configuration shows that its logits are
+head(backbone(...)) and that it hands the row boundaries down to the attention function. Any other family is run as it
+is, a row at a time and through its own forward: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from snugtune.errors import ModelError
+
+PACKED_FAMILIES = frozenset({
+    "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "granite",
+    "helium", "llama", "mistral", "ministral", "nemotron", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3",
+    "smollm3", "stablelm", "starcoder2",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of one model by their role. Modules, not copies."""
+
+    backbone: nn.Module
+    """Token ids to hidden states after the last norm."""
+    blocks: nn.ModuleList
+    head: nn.Linear
+    logit_scale: float
+    softcap: float | None
+    packs: bool
+    """False: run it a row at a time through its own forward."""
+
+
+def anatomy(model: PreTrainedModel) -> Anatomy:
+    """Find the parts of `model`. Raises ModelError where there is no list of blocks or no output head."""
+    config = model.config
+    backbone = model.get_decoder()
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{type(model).__name__} has no linear output head; snugtune trains causal language models")
+    return Anatomy(
+        backbone=backbone,
+        blocks=_blocks(backbone, config),
+        head=head,
+        logit_scale=_logit_scale(config),
+        softcap=getattr(config, "final_logit_softcapping", None),
+        packs=config.model_type in PACKED_FAMILIES,
+    )
+
+
+def _blocks(backbone: nn.Module, config: PretrainedConfig) -> nn.ModuleList:
+    depth = config.get_text_config().num_hidden_layers
+    for module in backbone.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise ModelError(f"{type(backbone).__name__} has no list of {depth} blocks, though its config says so")
+
+
+def _logit_scale(config: PretrainedConfig) -> float:
+    if config.model_type == "granite":
+        return 1 / config.logits_scaling
+    if config.model_type in ("cohere", "cohere2"):
+        return config.logit_scale
+    return 1.0

@@ -1,0 +1,164 @@
+"""Run the real step on fake tensors and record every storage that is born and dies.
+
+`step.build` is the very function that the trainer calls; FakeTensorMode gives its operations shapes without data, and a
+dispatch mode sees each storage that they make. Memory that an operation takes inside its kernel (scratch of a matrix
+product) is not seen here: the allowance for it is the device's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from snugtune import step
+from snugtune.data.choices import tree_batches
+from snugtune.data.encode import EncodedRow
+from snugtune.data.pack import collate
+from snugtune.models import load
+from snugtune.recipe import Recipe
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes alive in storages made while it is on, and the most that ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, then note the storages of what it returned."""
+        out = func(*args, **(kwargs or {}))
+        self.note(out)
+        return out
+
+    def note(self, tensors: Any) -> None:
+        """Count the storages of these tensors that are not known yet, until they die."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+
+    def _note(self, storage: Any) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        size = storage.nbytes()
+
+        def died(_: Any) -> None:
+            self._known.pop(key, None)
+            self.live_bytes -= size
+
+        self._known[key] = weakref.ref(storage, died)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes alive at the peak of each part of a run, the model's weights included in all of them.
+
+    Each part is linear in the number of blocks, which the largest of them is not.
+    """
+
+    weights: int
+    """The model as loaded."""
+    gradient: int
+    """Forward and backward, with the optimiser's state beside them."""
+    update: int
+    """Norm, clipping and the optimiser's step."""
+    evaluate: int
+    """Evaluation, with the optimiser's state beside it."""
+    kept: int
+    """Between steps: weights, trainable parameters, the optimiser's state."""
+
+    def extrapolate(self, deeper: Profile, *, blocks: int) -> Profile:
+        """This profile with `blocks` more blocks, `deeper` having one more."""
+        pairs = zip(astuple(self), astuple(deeper), strict=True)
+        return Profile(*(here + blocks * (there - here) for here, there in pairs))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The largest batches of a run, which make its peak."""
+
+    micro_batches: tuple[tuple[EncodedRow, ...], ...]
+    eval_batches: tuple[tuple[EncodedRow, ...], ...]
+    eval_capacity: int
+
+
+def simulate(recipe: Recipe, config: PretrainedConfig, work: Work, *, dtype: torch.dtype) -> Profile:
+    """What a model of this shape keeps alive when it is trained on `work`.
+
+    Blocks are alike, so two and three of them tell the rest; where they are not (layers of several kinds), the whole
+    depth is run.
+    """
+    depth = config.num_hidden_layers
+    if depth <= 3 or len(set(getattr(config, "layer_types", None) or ["all alike"])) > 1:
+        return simulate_whole(recipe, config, work, dtype=dtype)
+    two, three = (simulate_whole(recipe, _of_depth(config, d), work, dtype=dtype) for d in (2, 3))
+    return two.extrapolate(three, blocks=depth - 2)
+
+
+def _of_depth(config: PretrainedConfig, depth: int) -> PretrainedConfig:
+    settings = config.to_dict()
+    settings["num_hidden_layers"] = depth
+    if settings.get("layer_types"):
+        settings["layer_types"] = settings["layer_types"][:depth]
+    return type(config).from_dict(settings)
+
+
+def simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, *, dtype: torch.dtype) -> Profile:
+    """Train two steps and evaluate, all on fake tensors, every block of them.
+
+    Two steps, since the second one has the optimiser's state beside its activations.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, torch.random.fork_rng(devices=[]):
+        model = load.shell(config, dtype).requires_grad_(False)
+        live.note([*model.parameters(), *model.buffers()])
+        weights = live.live_bytes
+        built = step.build(recipe, model)
+        live.note(built.trainable)
+        gradient = update = 0
+        for _ in range(2):
+            gradient = max(gradient, _peak_of(live, lambda: _gradients(built, work)))
+            update = max(update, _peak_of(live, lambda: _update(built)))
+        kept = live.live_bytes
+        evaluated = _peak_of(live, lambda: _evaluate(built, work))
+    return Profile(weights, gradient, update, evaluated, kept)
+
+
+def _gradients(built: step.Step, work: Work) -> None:
+    for rows in work.micro_batches:
+        built.forward_backward(collate(rows), label_tokens=1)
+
+
+def _update(built: step.Step) -> None:
+    built.grad_norm()
+    built.update(factor=1.0, learning_rate=1.0)
+
+
+def _evaluate(built: step.Step, work: Work) -> None:
+    built.model.eval()
+    for rows in work.eval_batches:
+        if rows[0].choices and built.sees_trees:
+            for batch in tree_batches(rows, capacity=work.eval_capacity):
+                built.log_probs(batch)
+        else:
+            built.loss(collate(rows))
+    built.model.train()
+
+
+def _peak_of(live: LiveBytes, run: Callable[[], None]) -> int:
+    live.peak_bytes = live.live_bytes
+    run()
+    return live.peak_bytes

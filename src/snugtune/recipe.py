@@ -1,0 +1,230 @@
+"""Every choice of one run. `what` decides the result, `how` only memory and time.
+
+Plain data: no torch here. A recipe is a YAML file; `load` reads one, lays `--set section.key=value` over it and checks
+it; `dump` writes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from snugtune.errors import RecipeError, nearest
+from snugtune.units import MIB, parse_bytes
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
+
+
+def _check_size(value: Any) -> Any:
+    return value if value == "auto" else parse_bytes(value)
+
+
+def _write_size(value: Any) -> Any:
+    return value if value == "auto" or value % MIB else f"{value // MIB}MiB"
+
+
+Size = Annotated[Literal["auto"] | int, BeforeValidator(_check_size), PlainSerializer(_write_size, when_used="json")]
+
+
+def _as_list(names: Any) -> Any:
+    if isinstance(names, str) and names != "all-linear":
+        return tuple(name.strip() for name in names.split(",") if name.strip())
+    return names
+
+
+def _distinct(names: tuple[str, ...] | str) -> tuple[str, ...] | str:
+    if not names:
+        raise ValueError("name at least one module, or write all-linear")
+    return names if isinstance(names, str) else tuple(dict.fromkeys(names))
+
+
+class Section(BaseModel):
+    """A part of the recipe: frozen, and a key that it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Lora(Section):
+    """Low-rank adapters, arXiv 2106.09685. Names and meaning are PEFT's."""
+
+    r: int = Field(8, ge=1)
+    lora_alpha: float = Field(32, gt=0)
+    """The adapter's output is scaled by lora_alpha / r."""
+    target_modules: Annotated[
+        Literal["all-linear"] | tuple[str, ...], BeforeValidator(_as_list), AfterValidator(_distinct)
+    ] = ("q_proj", "v_proj")
+    """Last parts of module names (`q_proj`) or longer ends of them (`0.self_attn.q_proj`)."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class What(Section):
+    """The half that decides the result. The planner never touches it."""
+
+    method: Literal["lora", "full"] = "lora"
+    base: Precision = "auto"
+    """How the frozen base is stored; auto is the compute precision."""
+    precision: Precision = "auto"
+    """What forward and backward compute in; auto is bf16 on a GPU that has it and fp32 on a CPU."""
+    lora: Lora = Lora()
+    learning_rate: float = Field(2e-4, gt=0)
+    global_batch_rows: int = Field(32, ge=1)
+    """Rows that one optimiser step sees, however they are cut into micro-batches."""
+    num_train_epochs: float = Field(1, gt=0)
+    max_steps: int | None = Field(None, ge=1)
+    """Ends the run after so many optimiser steps; wins over num_train_epochs."""
+    max_length: int = Field(1024, ge=2)
+    """Longest row in tokens; a longer one is cut at its end, and left out when no label token is left."""
+    lr_scheduler_type: Scheduler = "cosine"
+    warmup_ratio: float = Field(0.03, ge=0, le=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    seed: int = Field(0, ge=0, lt=2**63)
+
+
+class How(Section):
+    """The half that only decides memory and time. None means: the planner chooses."""
+
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Most tokens of one forward; a single longer row is a micro-batch of its own."""
+    recompute: Literal["none", "block"] | None = None
+    """Activation checkpointing: keep everything, or only the input of each block."""
+    loss_chunk_tokens: int | None = Field(None, ge=1)
+    """Label tokens whose logits exist at one time."""
+
+
+def _how(value: Any) -> Any:
+    return {} if value in (None, "auto") else value
+
+
+class Recipe(Section):
+    """One run, whole."""
+
+    model: str = "demo"
+    data: str = "demo"
+    eval_data: str | None = None
+    """Held-out rows; without it the packaged data brings its own, and other data gives up `eval_rows` of its rows."""
+    eval_rows: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """How many held-out rows are scored; auto is at most 200, and of data without its own held-out rows at most a tenth."""
+    budget: Size = "auto"
+    """Bytes of device memory that may be in use: the whole process on a CPU, the allocator on a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    what: What = What()
+    how: Annotated[How, BeforeValidator(_how)] = How()
+    output: str = "runs/demo"
+
+
+def load(path: str | Path | None = None, *, overrides: Sequence[str] = (), **keys: Any) -> Recipe:
+    """Read a recipe file, lay `keys` and then `overrides` (each `section.key=value`, value in YAML) over it, check it.
+
+    Raises:
+        RecipeError: for a file that is no mapping, an unknown key (with the nearest right one), or a value that does
+            not fit its key.
+    """
+    tree = _read(path) if path is not None else {}
+    for key, value in keys.items():
+        if value is not None:
+            tree[key] = value
+    for override in overrides:
+        _set(tree, override)
+    return check(tree)
+
+
+def check(tree: Mapping[str, Any]) -> Recipe:
+    """A recipe from nested plain data. Raises RecipeError as `load` does."""
+    try:
+        return Recipe.model_validate(dict(tree))
+    except ValidationError as error:
+        raise RecipeError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML, keys in their own order, every default written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe at {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path} holds no recipe: its top is a {type(tree).__name__}, not keys with values")
+    return tree
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path.strip():
+        raise RecipeError(f"--set takes section.key=value, not '{override}'")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise RecipeError(f"--set {path}: '{text}' is not a YAML value") from None
+    *sections, key = path.strip().split(".")
+    here = tree
+    for section in sections:
+        inner = here.get(section)
+        if not isinstance(inner, dict):  # absent, or `how: auto`
+            inner = here[section] = {}
+        here = inner
+    here[key] = _number(value)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-4 (no dot) as text; a recipe's author means the number."""
+    if isinstance(value, str):
+        try:
+            return float(value) if "e" in value.lower() else value
+        except ValueError:
+            return value
+    return value
+
+
+def _section(location: Sequence[Any]) -> type[BaseModel] | None:
+    """The section class that a location's last key belongs to."""
+    section: type[BaseModel] = Recipe
+    for part in location[:-1]:
+        field = section.model_fields.get(str(part))
+        if field is None:
+            return None
+        inner = field.annotation
+        candidates = [inner, *get_args(inner)]
+        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not found:
+            return None
+        section = found[0]
+    return section
+
+
+def _explain(error: Any) -> str:
+    # A union adds its member's name to the location; it says nothing to a user.
+    location = [part for part in error["loc"] if isinstance(part, str) and part.isidentifier()]
+    name = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        *sections, wrong = location
+        prefix = "".join(f"{section}." for section in sections)
+        section = _section(location)
+        siblings = [prefix + key for key in section.model_fields] if section else []
+        elsewhere = [key for key in _all_keys(Recipe, "") if key.rsplit(".", 1)[-1] == wrong]
+        return f"unknown key '{name}'{nearest(elsewhere[0] if elsewhere else prefix + wrong, elsewhere or siblings)}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{name}: {message[0].lower()}{message[1:]}, not {error['input']!r}"
+
+
+def _all_keys(section: type[BaseModel], prefix: str) -> list[str]:
+    keys: list[str] = []
+    for name in section.model_fields:
+        inner = _section([*prefix.split(".")[:-1], name, ""])
+        keys += _all_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return keys

@@ -1,0 +1,161 @@
+"""The training step. The trainer runs it on real tensors, the planner the very same code on fake ones.
+
+Nothing here may depend on the value of a tensor: no `.item()`, no branch on data. What must look at a value (is the
+gradient finite?) is done by the caller between `forward_backward` and `update`.
+
+Order of application, written here once: freeze -> adapters -> recompute -> optimiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from snugtune.adapters import lora
+from snugtune.data.choices import TreeBatch
+from snugtune.data.pack import MicroBatch
+from snugtune.memory import recompute
+from snugtune.memory.chunked_loss import Head, chunked_loss, token_log_probs
+from snugtune.models.blocks import anatomy
+from snugtune.recipe import Recipe
+
+ADAM_BETAS = (0.9, 0.999)
+ADAM_EPS = 1e-8
+DEFAULT_CHUNK_TOKENS = 256
+"""Label tokens whose logits exist at one time: 48 MiB in float32 at a vocabulary of 49,152."""
+
+
+class Scorer:
+    """One model made ready to be scored: losses and log-probabilities, without gradients."""
+
+    def __init__(self, model: PreTrainedModel, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> None:
+        self.model = model
+        self.parts = anatomy(model)
+        self.chunk_tokens = chunk_tokens
+
+    @torch.no_grad()
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """Summed token loss, without gradients."""
+        return self._loss(batch)
+
+    @torch.no_grad()
+    def log_probs(self, batch: TreeBatch) -> Tensor:
+        """[M] log-probabilities of the (position, token) pairs of branching answers."""
+        hidden_TD = self._hidden(batch)
+        counts, chunk = batch.pair_counts_U, self.chunk_tokens
+        return token_log_probs(
+            hidden_TD.index_select(0, batch.positions_U), self._head(),
+            pair_position_M=batch.pair_position_M, pair_token_M=batch.pair_token_M, chunk_tokens=chunk,
+            pairs_per_chunk=tuple(sum(counts[i : i + chunk]) for i in range(0, len(counts), chunk)),
+        )  # fmt: skip
+
+    @property
+    def sees_trees(self) -> bool:
+        """Whether `log_probs` is exact for this family: packed, and no layer looks through a sliding window."""
+        return self.parts.packs and not getattr(self.model.config, "sliding_window", None)
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        if not self.parts.packs:
+            return self._loss_by_row(batch)
+        hidden_ND = self._hidden(batch).index_select(0, batch.label_positions_N)
+        return chunked_loss(hidden_ND, batch.labels_N, self._head(), chunk_tokens=self.chunk_tokens)
+
+    def _hidden(self, batch: MicroBatch | TreeBatch) -> Tensor:
+        """[T, D] hidden states after the last norm."""
+        out = self.parts.backbone(
+            input_ids=batch.input_ids_1T, position_ids=batch.position_ids_1T, use_cache=False, row_layout=batch.row_layout
+        )
+        return out.last_hidden_state[0]
+
+    def _head(self) -> Head:
+        head = self.parts.head
+        return Head(head.weight, head.bias, self.parts.logit_scale, self.parts.softcap)
+
+    def _loss_by_row(self, batch: MicroBatch) -> Tensor:
+        """For a family that we do not know: each row through the model's own forward, with its own logits."""
+        total = torch.zeros((), dtype=torch.float32, device=batch.input_ids_1T.device)
+        start = done = 0
+        for tokens, labels in zip(batch.row_tokens, batch.row_label_tokens, strict=True):
+            logits_TV = self.model(input_ids=batch.input_ids_1T[:, start : start + tokens], use_cache=False).logits[0]
+            at_N = batch.label_positions_N[done : done + labels] - start
+            targets_N = batch.labels_N[done : done + labels]
+            total = total + nn.functional.cross_entropy(logits_TV[at_N].float(), targets_N, reduction="sum")
+            start, done = start + tokens, done + labels
+        return total
+
+class Step(Scorer):
+    """One model made ready to train. Use: `forward_backward` for each micro-batch, then look at the norm, then `update`."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
+        super().__init__(model, recipe.how.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS)
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        decay = [p for p in self.trainable if p.ndim > 1]
+        plain = [p for p in self.trainable if p.ndim <= 1]  # norms and biases are not decayed
+        groups = [{"params": decay, "weight_decay": recipe.what.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=recipe.what.learning_rate, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True
+        )
+
+    def forward_backward(self, batch: MicroBatch, *, label_tokens: int, loss_scale: float = 1.0) -> Tensor:
+        """Add this micro-batch's part of the gradient; return its summed token loss (detached, unscaled).
+
+        The gradient is that of (sum of token losses / label_tokens) * loss_scale, with `label_tokens` counted over the
+        whole global batch, so that it does not matter how rows are cut into micro-batches.
+        """
+        loss = self._loss(batch)
+        (loss * (loss_scale / label_tokens)).backward()
+        return loss.detach()
+
+    def grad_norm(self) -> Tensor:
+        """Euclidean norm over all gradients, still multiplied by the loss scale."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.trainable if p.grad is not None])
+
+    def update(self, *, factor: float, learning_rate: float) -> None:
+        """Multiply the gradients by `factor` (clipping, 1 / loss scale), step the optimiser, drop the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        for parameter in self.trainable:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients, and give their memory back."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def build(recipe: Recipe, model: PreTrainedModel) -> Step:
+    """Make `model` (frozen, with or without real weights) ready to train as `recipe` says.
+
+    Adapters are drawn from torch's generator: seed it first.
+
+    Raises:
+        RecipeError: for a target module that does not exist.
+    """
+    _METHODS[recipe.what.method](model, recipe)
+    if recipe.how.recompute == "block":
+        recompute.apply(anatomy(model).blocks, random=draws_random_numbers(model, recipe))
+    return Step(model.train(), recipe)
+
+
+def _train_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
+    lora.apply(model, recipe.what.lora)
+
+
+def _train_everything(model: PreTrainedModel, _: Recipe) -> None:
+    model.requires_grad_(True)
+
+
+_METHODS: dict[str, Callable[[PreTrainedModel, Recipe], None]] = {"lora": _train_adapters, "full": _train_everything}
+
+
+def draws_random_numbers(model: PreTrainedModel, recipe: Recipe) -> bool:
+    """Whether a forward in training draws random numbers (dropout in the adapters or in the family's own layers)."""
+    if recipe.what.method == "lora" and recipe.what.lora.lora_dropout > 0:
+        return True
+    config = model.config.to_dict()
+    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in config.items())

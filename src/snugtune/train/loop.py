@@ -1,0 +1,128 @@
+"""The one training loop, read from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import get_scheduler
+
+from snugtune.data.encode import EncodedRow
+from snugtune.data.pack import collate, global_batches, pack
+from snugtune.errors import Stopped
+from snugtune.events import EventLog
+from snugtune.memory.precision import LossScale
+from snugtune.recipe import Recipe, What
+from snugtune.step import Step
+
+MOST_SKIPS_IN_A_ROW = 5
+"""Steps skipped one after the other for a gradient that is not finite, before the run stops."""
+_WARM_UP_STEPS = 1
+"""Left out of the measured speed: the first step also prepares kernels."""
+
+Watch = Callable[[int, int, dict[str, float]], None]
+"""Called after each step with (steps done, steps in all, facts)."""
+
+
+@dataclass
+class Trained:
+    """What training did. Losses are means over the label tokens of a whole global batch."""
+
+    steps: int = 0
+    skipped_steps: int = 0
+    computed_tokens: int = 0
+    """Positions that the model computed, padding among them."""
+    pad_tokens: int = 0
+    label_tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+    tokens_per_second: float = 0.0
+    seconds: float = 0.0
+    loss_scale: float | None = None
+
+
+def train_rows(
+    step: Step, rows: Sequence[EncodedRow], recipe: Recipe, *, events: EventLog, device: str = "cpu",
+    fp16: bool = False, watch: Watch = lambda done, total, facts: None,
+) -> Trained:  # fmt: skip
+    """Train `step` on `rows` as `recipe` says (its `how` resolved).
+
+    Raises:
+        Stopped: after MOST_SKIPS_IN_A_ROW gradients in a row that were not finite.
+    """
+    what, capacity = recipe.what, recipe.how.micro_batch_tokens
+    assert capacity is not None, "the planner resolves micro_batch_tokens"
+    batches = global_batches(what, len(rows))
+    rate = _schedule(step, what, len(batches))
+    scale = LossScale() if fp16 else None
+    done = Trained()
+    skipped_in_a_row = 0
+    timed_tokens = timed_seconds = 0.0
+    for number, indices in enumerate(batches, 1):
+        started = time.perf_counter()
+        batch_rows = [rows[i] for i in indices]
+        label_tokens = sum(row.label_tokens for row in batch_rows)
+        loss_scale = scale.scale if scale else 1.0
+        loss = 0.0
+        for part in pack([row.tokens for row in batch_rows], capacity=capacity):
+            micro = collate([batch_rows[i] for i in part], device=device)
+            loss += float(step.forward_backward(micro, label_tokens=label_tokens, loss_scale=loss_scale)) / label_tokens
+            done.computed_tokens += micro.input_ids_1T.shape[1]
+            done.pad_tokens += micro.input_ids_1T.shape[1] - micro.tokens
+        norm = float(step.grad_norm()) / loss_scale
+        finite = math.isfinite(norm)
+        learning_rate = rate(done.steps - done.skipped_steps)
+        if finite:
+            # As torch's clip_grad_norm_: the small term keeps a zero norm harmless.
+            factor = min(1.0, what.max_grad_norm / (norm + 1e-6)) / loss_scale
+            step.update(factor=factor, learning_rate=learning_rate)
+            skipped_in_a_row = 0
+        else:  # the norm is looked at before the update, so that weights, moments and schedule stay as they were
+            step.drop_gradients()
+            done.skipped_steps += 1
+            skipped_in_a_row += scale is None or scale.scale <= 1
+        if scale:
+            scale.update(finite=finite)
+        seconds = time.perf_counter() - started
+        tokens = sum(row.tokens for row in batch_rows)
+        done.steps, done.label_tokens = number, done.label_tokens + label_tokens
+        done.seconds += seconds
+        done.losses.append(loss)
+        if number > _WARM_UP_STEPS or len(batches) == 1:
+            timed_tokens, timed_seconds = timed_tokens + tokens, timed_seconds + seconds
+            done.tokens_per_second = timed_tokens / timed_seconds
+        facts = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate, "tokens_per_second": tokens / seconds}
+        events.write("step" if finite else "step_skipped", step=number, **_finite(facts), **_scale(scale))
+        watch(number, len(batches), facts)
+        if skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
+            rows_named = ", ".join(row.where for row in batch_rows[:8])
+            raise Stopped(
+                f"{skipped_in_a_row} steps in a row had a gradient that is not finite (last: step {number}, rows {rows_named}); "
+                f"lower what.learning_rate ({what.learning_rate}) or look at these rows"
+            )
+    done.loss_scale = scale.scale if scale else None
+    return done
+
+
+def _schedule(step: Step, what: What, steps: int) -> Callable[[int], float]:
+    """The learning rate of the update after so many updates.
+
+    transformers' schedules begin at a rate of zero and end at zero; ours leave both out, so that no step is for nothing.
+    """
+    schedule = get_scheduler(
+        what.lr_scheduler_type, step.optimizer,
+        num_warmup_steps=math.ceil(what.warmup_ratio * steps), num_training_steps=steps + 1,
+    )  # fmt: skip
+    factor = schedule.lr_lambdas[0]
+    return lambda updates: what.learning_rate * factor(updates + 1)
+
+
+def _finite(facts: dict[str, float]) -> dict[str, Any]:
+    """JSON knows no NaN; a value that is none is written as text."""
+    return {k: v if math.isfinite(v) else str(v) for k, v in facts.items()}
+
+
+def _scale(scale: LossScale | None) -> dict[str, float]:
+    return {"loss_scale": scale.scale} if scale else {}
