@@ -1,7 +1,7 @@
 """The commands as functions. Each plans, then runs, and returns the facts that its `--json` prints.
 
-    report = snugtune.train(snugtune.Recipe(budget="2GiB"))
-    print(report.accuracy_before, "->", report.accuracy_after)
+report = snugtune.train(snugtune.Recipe(budget="2GiB"))
+print(report.accuracy_before, "->", report.accuracy_after)
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,10 +27,10 @@ from snugtune.data.dataset import Dataset
 from snugtune.errors import InputError, OutOfMemory, RecipeError
 from snugtune.events import EventLog, replace_text
 from snugtune.models import load
-from snugtune.plan.choose import Plan, Surroundings, choose
+from snugtune.planner.choose import Plan, Surroundings, choose
 from snugtune.recipe import Recipe, dump
-from snugtune.train.evaluate import Evaluation, evaluate_rows
-from snugtune.train.loop import Trained, train_rows
+from snugtune.trainer.evaluate import Evaluation, evaluate_rows
+from snugtune.trainer.loop import train_rows
 from snugtune.units import MIB, format_bytes
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,9 @@ def _prepare(recipe: Recipe) -> _Prepared:
     data = dataset.load_dataset(recipe, tokenizer)
     limit = getattr(config, "max_position_embeddings", None)
     if limit and max(row.tokens for row in data.train) > limit:
-        raise RecipeError(f"what.max_length {recipe.what.max_length} is over the model's {limit} positions, and rows reach it")
+        raise RecipeError(
+            f"what.max_length {recipe.what.max_length} is over the model's {limit} positions, and rows reach it"
+        )
     budget = recipe.budget if recipe.budget != "auto" else int(devices.free_bytes(spec) * 0.9)
     recipe = recipe.model_copy(update={
         "budget": budget, "device": spec.kind,
@@ -215,7 +217,7 @@ def _precision(recipe: Recipe, spec: devices.DeviceSpec) -> str:
 
 
 @contextmanager
-def _inside(spec: devices.DeviceSpec, budget_bytes: int) -> Iterator[None]:
+def _inside(spec: devices.DeviceSpec, budget_bytes: int) -> Generator[None]:
     """The wall around a run; a refused allocation leaves as OutOfMemory."""
     devices.set_wall(spec, budget_bytes)
     try:
@@ -272,7 +274,6 @@ def _train(
         step, data.train, recipe, events=events, device=spec.kind, fp16=recipe.what.precision == "fp16",
         watch=lambda done, total, facts: progress("training", done, total, facts),
     )  # fmt: skip
-    _check_learnt(step, trained)
     after = _score(step, data, capacity, "evaluating after", progress, spec)
     if after:
         events.write("evaluate", step=trained.steps, loss=after.loss, accuracy=after.accuracy)
@@ -284,8 +285,8 @@ def _train(
         pad_tokens=trained.pad_tokens, global_batch_rows=recipe.what.global_batch_rows,
         trainable_parameters=sum(p.numel() for p in step.trainable),
         loss_first=trained.losses[0], loss_last=trained.losses[-1], eval_rows=len(data.held_out),
-        eval_loss_before=before and before.loss, eval_loss_after=after and after.loss,
-        accuracy_before=before and before.accuracy, accuracy_after=after and after.accuracy,
+        eval_loss_before=before.loss if before else None, eval_loss_after=after.loss if after else None,
+        accuracy_before=before.accuracy if before else None, accuracy_after=after.accuracy if after else None,
         predicted_peak_bytes=plan.peak_bytes, measured_peak_bytes=0, budget_bytes=plan.budget_bytes,
         tokens_per_second=trained.tokens_per_second, train_seconds=trained.seconds, total_seconds=0.0,
         loss_scale=trained.loss_scale, device=spec.name, allocator=devices.allocator().name,
@@ -310,22 +311,10 @@ def _score(
         progress(what, done, len(data.held_out), {})
 
     advance(0)
-    return evaluate_rows(scorer, data.held_out, capacity=capacity, device=spec.kind, advance=advance)
-
-
-def _check_learnt(step: steps.Step, trained: Trained) -> None:
-    """A trainable tensor that no gradient ever reached is an error that names it: something cut the graph."""
-    if trained.skipped_steps == trained.steps:
-        return
-    untouched = [
-        name for name, parameter in step.model.named_parameters()
-        if parameter.requires_grad and parameter not in step.optimizer.state
-    ]  # fmt: skip
-    if untouched:
-        raise InputError(
-            f"{len(untouched)} trainable tensors never got a gradient, {untouched[0]} among them: this model does not use them "
-            "in training; take them out of what.lora.target_modules"
-        )
+    devices.release_free_memory()
+    found = evaluate_rows(scorer, data.held_out, capacity=capacity, device=spec.kind, advance=advance)
+    devices.release_free_memory()
+    return found
 
 
 def _save(prepared: _Prepared, recipe: Recipe, step: steps.Step, folder: Path, report: TrainReport) -> None:
@@ -352,7 +341,9 @@ def _readme(prepared: _Prepared, recipe: Recipe, report: TrainReport) -> str:
         "tensors in float32.", "",
     ]  # fmt: skip
     if report.eval_loss_before is not None:
-        lines.append(f"Held-out loss ({report.eval_rows} rows): {report.eval_loss_before:.4f} -> {report.eval_loss_after:.4f}")
+        lines.append(
+            f"Held-out loss ({report.eval_rows} rows): {report.eval_loss_before:.4f} -> {report.eval_loss_after:.4f}"
+        )
     if report.accuracy_before is not None:
         lines.append(f"Choice accuracy: {report.accuracy_before:.3f} -> {report.accuracy_after:.3f}")
     lines.append(f"Budget: {report.budget_bytes / MIB:.0f} MiB")

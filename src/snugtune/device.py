@@ -6,6 +6,7 @@ import: the CPU part needs none.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -20,7 +21,6 @@ from snugtune.units import MIB
 
 Kind = Literal["cpu", "cuda"]
 _PRELOADED = "SNUGTUNE_ALLOCATOR"
-_SYSTEM_TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 _WALL_SLACK_BYTES = 24 * MIB
 """Pages of libraries that are read in after the wall stands (measured: 11 to 20 MiB)."""
 
@@ -104,17 +104,19 @@ def set_wall(spec: DeviceSpec, budget_bytes: int) -> None:
     """Make an allocation past the budget fail, as an exception that can be handled, and not the machine.
 
     On Linux it is the data segment's limit, which counts private memory: anonymous pages and the map of the weights.
-    What else is resident, pages of libraries, is taken off first.
+    What else is resident, pages of libraries, is taken off first; what is reserved but untouched (stacks of threads) is
+    not resident and is let through.
     """
     if spec.kind == "cuda":
         import torch
 
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / spec.memory_bytes))
         return
-    libraries = _status("RssFile")
-    if libraries is None:
+    libraries, private, resident = _status("RssFile"), _status("VmData"), _status("RssAnon")
+    if libraries is None or private is None or resident is None:
         return
-    soft = max(budget_bytes - libraries - _WALL_SLACK_BYTES, _status("VmData") or 0)
+    untouched = max(private - resident, 0)
+    soft = max(budget_bytes - libraries - _WALL_SLACK_BYTES + untouched, private)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
@@ -143,55 +145,49 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Allocator:
-    """The malloc under torch's CPU tensors. `overhead` is resident over live bytes for what a step allocates."""
+    """The malloc under torch's CPU tensors."""
 
-    name: Literal["tcmalloc", "mimalloc", "system"]
+    name: Literal["mimalloc", "system"]
     overhead: float
+    """Resident over live bytes, for what a step allocates."""
+    reserve_bytes: int
+    """What it maps besides, untouched: the wall counts it, so that a plan must leave it free."""
 
 
-_ALLOCATORS = {
-    # Measured on the demo model: (peak of the process - what was resident before the step) / live bytes.
-    "tcmalloc": Allocator("tcmalloc", 1.04),
-    "mimalloc": Allocator("mimalloc", 1.10),
-    "system": Allocator("system", 1.45),
-}
+_MIMALLOC = Allocator("mimalloc", overhead=1.08, reserve_bytes=64 * MIB)
+_SYSTEM = Allocator("system", overhead=1.75, reserve_bytes=64 * MIB)
+"""glibc keeps freed blocks of a step in fragments: 1.6 to 1.75 times what is alive (measured on the demo model)."""
 
 
 def allocator() -> Allocator:
     """The allocator that this process runs on."""
-    return _ALLOCATORS[os.environ.get(_PRELOADED, "system")]
+    return _MIMALLOC if os.environ.get(_PRELOADED) == "mimalloc" else _SYSTEM
 
 
-def restart_on_better_allocator() -> None:
-    """Start this very command again on tcmalloc (if the system has it) or mimalloc (a package of ours), once.
+def release_free_memory() -> None:
+    """Give freed memory back between phases, so that the peak of one does not stand under the next."""
+    name, argument = ("mi_collect", True) if allocator() is _MIMALLOC else ("malloc_trim", 0)
+    try:
+        function = getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError):  # no such call in this C library
+        return
+    function(argument)
+
+
+def restart_on_mimalloc() -> None:
+    """Start this very command again with mimalloc in front of the C library's malloc, once.
 
     glibc keeps freed blocks of a training step in fragments, so that a process stays far larger than what is alive in
-    it; with either of these a peak follows what is alive. Does nothing off Linux or where neither is found.
+    it; on mimalloc a peak follows what is alive. (tcmalloc does too, but maps so much besides that the wall is hit early.)
+    Does nothing off Linux or where the library is not installed.
     """
     if _PRELOADED in os.environ or not sys.platform.startswith("linux"):
         return
-    found = _find_tcmalloc() or _find_mimalloc()
-    if found is None:
+    libraries = (Path(entry) / "cmeel.prefix" / "lib" / "libmimalloc.so" for entry in sys.path)
+    library = next((str(file) for file in libraries if file.exists()), None)
+    if library is None:
         return
-    name, library = found
     preload = ":".join(filter(None, [library, os.environ.get("LD_PRELOAD")]))
-    # Memory that mimalloc reserves ahead would count against the wall.
-    settings = {"LD_PRELOAD": preload, _PRELOADED: name, "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
+    # What mimalloc would commit ahead counts against the wall.
+    settings = {"LD_PRELOAD": preload, _PRELOADED: "mimalloc", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **settings})
-
-
-def _find_tcmalloc() -> tuple[str, str] | None:
-    folders = (Path("/usr/lib"), Path("/usr/lib64"), Path(f"/usr/lib/{os.uname().machine}-linux-gnu"), Path("/usr/local/lib"))
-    for folder in folders:
-        for file in _SYSTEM_TCMALLOC:
-            if (folder / file).exists():
-                return "tcmalloc", str(folder / file)
-    return None
-
-
-def _find_mimalloc() -> tuple[str, str] | None:
-    for entry in sys.path:
-        library = Path(entry) / "cmeel.prefix" / "lib" / "libmimalloc.so"
-        if library.exists():
-            return "mimalloc", str(library)
-    return None

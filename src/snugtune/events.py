@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ class EventLog:
     """Append-only `events.jsonl`. Values are plain numbers and text, never tensors, so that no graph is kept alive."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        # Half a surrogate pair (a file name that is no UTF-8) is written as JSON's own escape of it.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, event: str, **facts: Any) -> None:
         """Write one line and flush it, so that a killed run still tells what it did."""
-        self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **facts}, ensure_ascii=False) + "\n")
+        line = {"time": round(time.time(), 3), "event": event, **{key: _strict(value) for key, value in facts.items()}}
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -26,17 +28,22 @@ class EventLog:
         self._file.close()
 
 
+def _strict(value: Any) -> Any:
+    """JSON knows no NaN and no infinity; they are written as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the whole new one, even after a power cut."""
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with aside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(aside).replace(path)
+        aside.replace(path)
     except BaseException:
-        Path(aside).unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 

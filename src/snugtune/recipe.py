@@ -7,8 +7,10 @@ it; `dump` writes it back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
@@ -38,15 +40,17 @@ def _as_list(names: Any) -> Any:
 
 
 def _distinct(names: tuple[str, ...] | str) -> tuple[str, ...] | str:
-    if not names:
+    if not names or not all(names):
         raise ValueError("name at least one module, or write all-linear")
+    if names == ("all-linear",):
+        return "all-linear"
     return names if isinstance(names, str) else tuple(dict.fromkeys(names))
 
 
 class Section(BaseModel):
     """A part of the recipe: frozen, and a key that it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Lora(Section):
@@ -82,7 +86,8 @@ class What(Section):
     lr_scheduler_type: Scheduler = "cosine"
     warmup_ratio: float = Field(0.03, ge=0, le=1)
     weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
+    """Longer gradients are shortened to it; .inf leaves them as they are."""
     seed: int = Field(0, ge=0, lt=2**63)
 
 
@@ -128,7 +133,7 @@ def load(path: str | Path | None = None, *, overrides: Sequence[str] = (), **key
     tree = _read(path) if path is not None else {}
     for key, value in keys.items():
         if value is not None:
-            tree[key] = value
+            tree[key] = deepcopy(value)  # an override is laid over it, and the caller keeps its own
     for override in overrides:
         _set(tree, override)
     return check(tree)
@@ -154,7 +159,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise RecipeError(f"there is no recipe at {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, 2024-99-99
         raise RecipeError(f"{path} is not YAML: {error}") from None
     if tree is None:
         return {}
@@ -169,7 +174,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set takes section.key=value, not '{override}'")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise RecipeError(f"--set {path}: '{text}' is not a YAML value") from None
     *sections, key = path.strip().split(".")
     here = tree
@@ -178,7 +183,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):  # absent, or `how: auto`
             inner = here[section] = {}
         here = inner
-    here[key] = _number(value)
+    here[key] = _number(value) if value == text.strip() else value  # quoted, it is meant as text
 
 
 def _number(value: Any) -> Any:
@@ -191,40 +196,33 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _section(location: Sequence[Any]) -> type[BaseModel] | None:
-    """The section class that a location's last key belongs to."""
-    section: type[BaseModel] = Recipe
-    for part in location[:-1]:
-        field = section.model_fields.get(str(part))
-        if field is None:
-            return None
-        inner = field.annotation
-        candidates = [inner, *get_args(inner)]
-        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not found:
-            return None
-        section = found[0]
-    return section
-
-
 def _explain(error: Any) -> str:
-    # A union adds its member's name to the location; it says nothing to a user.
-    location = [part for part in error["loc"] if isinstance(part, str) and part.isidentifier()]
-    name = ".".join(location)
     if error["type"] == "extra_forbidden":
-        *sections, wrong = location
-        prefix = "".join(f"{section}." for section in sections)
-        section = _section(location)
-        siblings = [prefix + key for key in section.model_fields] if section else []
-        elsewhere = [key for key in _all_keys(Recipe, "") if key.rsplit(".", 1)[-1] == wrong]
-        return f"unknown key '{name}'{nearest(elsewhere[0] if elsewhere else prefix + wrong, elsewhere or siblings)}"
+        location = [str(part) for part in error["loc"]]  # as written: a wrong key may hold a dash, or nothing at all
+        return f"unknown key '{'.'.join(location)}'{_meant(location)}"
+    # A union adds its member's name to the location; it says nothing to a user.
+    name = ".".join(part for part in error["loc"] if isinstance(part, str) and part.isidentifier())
     message = error["msg"].removeprefix("Value error, ")
-    return f"{name}: {message[0].lower()}{message[1:]}, not {error['input']!r}"
+    return f"{name or 'the recipe'}: {message[0].lower()}{message[1:]}, not {error['input']!r}"
 
 
-def _all_keys(section: type[BaseModel], prefix: str) -> list[str]:
-    keys: list[str] = []
-    for name in section.model_fields:
-        inner = _section([*prefix.split(".")[:-1], name, ""])
-        keys += _all_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+def _meant(location: Sequence[str]) -> str:
+    """Which key an unknown one was to be: its own name in another section, else a name like it here, else elsewhere."""
+    *sections, wrong = location
+    everywhere = _keys(Recipe)
+    here = {key: path for key, path in everywhere.items() if path.split(".")[:-1] == sections}
+    for names in ({wrong: everywhere[wrong]} if wrong in everywhere else {}, here, everywhere):
+        close = get_close_matches(wrong.lower(), names, n=1)
+        if close:
+            return nearest(names[close[0]], [names[close[0]]])
+    return nearest("", here.values())
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Name -> whole key of everything that `section` holds, the sections inside it too."""
+    keys: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        keys[name] = prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys |= _keys(field.annotation, f"{prefix}{name}.")
     return keys

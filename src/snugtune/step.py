@@ -66,7 +66,10 @@ class Scorer:
     def _hidden(self, batch: MicroBatch | TreeBatch) -> Tensor:
         """[T, D] hidden states after the last norm."""
         out = self.parts.backbone(
-            input_ids=batch.input_ids_1T, position_ids=batch.position_ids_1T, use_cache=False, row_layout=batch.row_layout
+            input_ids=batch.input_ids_1T,
+            position_ids=batch.position_ids_1T,
+            use_cache=False,
+            row_layout=batch.row_layout,
         )
         return out.last_hidden_state[0]
 
@@ -86,8 +89,9 @@ class Scorer:
             start, done = start + tokens, done + labels
         return total
 
+
 class Step(Scorer):
-    """One model made ready to train. Use: `forward_backward` for each micro-batch, then look at the norm, then `update`."""
+    """One model made ready to train: `forward_backward` for each micro-batch, look at the norm, then `update`."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         super().__init__(model, recipe.how.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS)
@@ -108,6 +112,10 @@ class Step(Scorer):
         loss = self._loss(batch)
         (loss * (loss_scale / label_tokens)).backward()
         return loss.detach()
+
+    def without_gradient(self) -> list[str]:
+        """Names of trainable tensors that no gradient has reached."""
+        return [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
 
     def grad_norm(self) -> Tensor:
         """Euclidean norm over all gradients, still multiplied by the loss scale."""
@@ -147,7 +155,7 @@ def _train_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def _train_everything(model: PreTrainedModel, _: Recipe) -> None:
-    model.requires_grad_(True)
+    model.requires_grad_()
 
 
 _METHODS: dict[str, Callable[[PreTrainedModel, Recipe], None]] = {"lora": _train_adapters, "full": _train_everything}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-
-from snugtune.errors import RecipeError
+from decimal import Decimal
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -21,17 +20,19 @@ def parse_bytes(text: str | int) -> int:
     """Bytes of `16GB` (10^9), `16GiB` (2^30), `1500MB`, `16G` (2^30) or a plain number of bytes.
 
     Raises:
-        RecipeError: where the text is no size, or the size is not positive.
+        ValueError: where the text is no size, or the size is not a positive number of whole bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:
         match = _SIZE.fullmatch(str(text))
         if not match or match[2].lower() not in _UNIT_BYTES:
-            raise RecipeError(f"'{text}' is not a size; write it as 16GiB, 16GB or 1500MB")
-        size = int(float(match[1]) * _UNIT_BYTES[match[2].lower()])
+            raise ValueError(f"'{text}' is not a size; write it as 16GiB, 16GB or 1500MB")
+        if "." in match[1] and _UNIT_BYTES[match[2].lower()] == 1:
+            raise ValueError(f"'{text}' is no whole number of bytes; write its unit, as in 16GiB")
+        size = int(Decimal(match[1]) * _UNIT_BYTES[match[2].lower()])
     if size <= 0:
-        raise RecipeError(f"a size must be positive, not '{text}'")
+        raise ValueError(f"a size must be positive, not '{text}'")
     return size
 
 

@@ -13,13 +13,13 @@ Shapes: T tokens (all leading dimensions), K input width, N output width, r rank
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from snugtune.errors import RecipeError
@@ -49,7 +49,8 @@ class _LoraFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[override]
+        (dy,) = grad_outputs
         x, weight_NK, a_rK, b_Nr, keep_TK = ctx.saved_tensors
         x_TK, dy_TN = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         a, b = a_rK.to(x.dtype), b_Nr.to(x.dtype)
@@ -110,7 +111,7 @@ def apply(model: nn.Module, cfg: Lora) -> None:
 
 def targets(model: nn.Module, cfg: Lora) -> list[str]:
     """Full names of the modules that `cfg.target_modules` means, in the model's order. Raises as `apply`."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     if cfg.target_modules == "all-linear":
         return [name for name, module in linears.items() if module is not head]
@@ -131,8 +132,10 @@ def targets(model: nn.Module, cfg: Lora) -> list[str]:
 
 
 def _overview(linears: dict[str, Any], head: nn.Module | None) -> str:
-    counts = Counter(name.rsplit(".", 1)[-1] for name, module in linears.items() if module is not head)
-    return ", ".join(f"{name} (in {count} places)" for name, count in counts.items()) or "none"
+    return (
+        ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name, module in linears.items() if module is not head))
+        or "none"
+    )
 
 
 def layers(model: nn.Module) -> dict[str, LoraLinear]:

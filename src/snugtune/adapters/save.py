@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,18 @@ _UNSUPPORTED = {
     "use_rslora": "alpha / sqrt(r) scaling", "use_dora": "DoRA", "rank_pattern": "ranks by module",
     "alpha_pattern": "alphas by module", "modules_to_save": "whole trained modules", "bias": "trained biases",
     "trainable_token_indices": "trained token rows", "layer_replication": "replicated layers",
-    "layers_to_transform": "a choice of layers", "target_parameters": "adapted bare parameters", "lora_bias": "a bias on B",
+    "layers_to_transform": "a choice of layers", "target_parameters": "adapted bare parameters",
+    "lora_bias": "a bias on B", "exclude_modules": "modules left out",
 }  # fmt: skip
+_READ = frozenset({"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights"})
+_WITHOUT_EFFECT = frozenset({
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "eva_config", "qalora_group_size",
+    "ensure_weight_tying",
+})  # fmt: skip
+"""Keys that say nothing about what a trained adapter computes (or nothing without another key that is refused)."""
+_INITS_OF_AB_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
+"""The other values of init_lora_weights change the base's weights too, which the adapter's file does not hold."""
 
 
 def save(
@@ -70,9 +80,12 @@ def read_config(folder: Path) -> Lora:
     settings = _settings(folder)
     if settings.get("peft_type") != "LORA":
         raise ModelError(f"{folder} is a {settings.get('peft_type')} adapter; only LORA is known")
-    for key, meaning in _UNSUPPORTED.items():
-        if settings.get(key) not in (None, False, {}, [], "none"):
+    for key in settings.keys() - _READ - _WITHOUT_EFFECT:
+        if settings[key] not in (None, False, {}, [], "none"):
+            meaning = _UNSUPPORTED.get(key, "an unknown key")
             raise ModelError(f"{folder} uses {key} ({meaning}), which is not known here; it would give wrong answers")
+    if (init := settings.get("init_lora_weights")) not in _INITS_OF_AB_ALONE:
+        raise ModelError(f"{folder} was begun with init_lora_weights={init}, which changes the base's weights as well")
     targets = settings["target_modules"]
     return Lora(
         r=settings["r"], lora_alpha=settings["lora_alpha"], lora_dropout=settings.get("lora_dropout", 0.0),
@@ -107,7 +120,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def whole_folder(folder: Path) -> Generator[Path]:
     """A new folder that takes the place of `folder` when the block ends well; until then the old one stays."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")

@@ -41,7 +41,7 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except Exception as error:  # noqa: BLE001  the one broad except: no traceback reaches a user
+    except Exception as error:  # the one broad except: no traceback reaches a user
         if debug:
             raise
         console.error(f"unexpected: {type(error).__name__}: {error}. Set SNUGTUNE_DEBUG=1 for the traceback")

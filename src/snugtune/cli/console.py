@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False)
@@ -41,7 +40,7 @@ def print_json(report: Any) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Any]:
+def progress() -> Generator[Any]:
     """A callback (what, done, total, facts) that draws a bar for each thing that is being done; silent off a terminal."""
     if not stderr.is_terminal:
         yield lambda what, done, total, facts: None
@@ -64,12 +63,11 @@ def progress() -> Iterator[Any]:
         yield show
 
 
-def facts_table(title: str) -> Table:
-    """A table of names and values without lines."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column()
-    return table
+def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
+    """Names and values in two columns. Lines are never folded, so that a path or a command can be copied."""
+    stdout.print(f"\n[bold]{_plain(title)}[/]", soft_wrap=True)
+    for name, value in facts:
+        stdout.print(f"[dim]{name:<15}[/]{_plain(value)}", soft_wrap=True)
 
 
 def _plain(text: str) -> str:

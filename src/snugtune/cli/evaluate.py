@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from snugtune import recipe as recipes
 from snugtune.cli import console
-from snugtune.device import restart_on_better_allocator
-from snugtune.units import format_bytes, parse_bytes
+from snugtune.device import restart_on_mimalloc
+from snugtune.units import format_bytes
 
 
 def evaluate(
@@ -21,8 +22,9 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Score a model on held-out rows."""
-    budget_bytes = parse_bytes(budget) if budget else None
-    restart_on_better_allocator()
+    checked = recipes.load(model=model, data=data, budget=budget, overrides=[f"what.max_length={max_length}"])
+    budget_bytes = None if checked.budget == "auto" else checked.budget
+    restart_on_mimalloc()
     console.quiet_libraries()
     from snugtune import api
 
@@ -31,10 +33,11 @@ def evaluate(
     if json:
         console.print_json(report)
         return
-    table = console.facts_table(f"\n{model} on {data}")
-    table.add_row("loss", f"{report.loss:.4f} over {report.tokens} label tokens of {report.rows} rows")
-    table.add_row("perplexity", f"{report.perplexity:.3f}")
+    facts = [
+        ("loss", f"{report.loss:.4f} over {report.tokens} label tokens of {report.rows} rows"),
+        ("perplexity", f"{report.perplexity:.3f}"),
+    ]
     if report.accuracy is not None:
-        table.add_row("accuracy", f"{report.accuracy:.1%}")
-    table.add_row("peak", format_bytes(report.measured_peak_bytes))
-    console.stdout.print(table, soft_wrap=True)
+        facts.append(("accuracy", f"{report.accuracy:.1%}"))
+    facts.append(("peak", format_bytes(report.measured_peak_bytes)))
+    console.print_facts(f"{model} on {data}", facts)

@@ -9,7 +9,7 @@ import typer
 
 from snugtune import recipe as recipes
 from snugtune.cli import console
-from snugtune.device import restart_on_better_allocator
+from snugtune.device import restart_on_mimalloc
 from snugtune.units import format_bytes, format_seconds
 
 
@@ -29,7 +29,7 @@ def train(
     resolved = recipes.load(
         recipe, model=model, data=data, budget=budget, output=str(output) if output else None, overrides=overrides
     )
-    restart_on_better_allocator()
+    restart_on_mimalloc()
     console.quiet_libraries()
     from snugtune import api
 
@@ -42,22 +42,30 @@ def train(
 
 
 def _show(report: Any, data: str) -> None:
-    table = console.facts_table("\nDone")
     left_out = sum(report.rows_left_out.values())
-    table.add_row("rows", f"{report.rows_used} used, {left_out} left out, {report.label_tokens} label tokens")
-    table.add_row("training", f"{report.steps} steps of {report.global_batch_rows} rows in {format_seconds(report.train_seconds)}, "
-                              f"{report.tokens_per_second:.0f} tokens/s")  # fmt: skip
-    table.add_row("training loss", f"{report.loss_first:.3f} -> {report.loss_last:.3f}")
-    if report.eval_loss_before is not None:
-        table.add_row("held-out loss", f"{report.eval_loss_before:.3f} -> {report.eval_loss_after:.3f}  ({report.eval_rows} rows)")
-    if report.accuracy_before is not None:
-        table.add_row("accuracy", f"{report.accuracy_before:.1%} -> {report.accuracy_after:.1%}")
     share = report.measured_peak_bytes / report.budget_bytes
-    table.add_row("peak", f"{format_bytes(report.measured_peak_bytes)} of {format_bytes(report.budget_bytes)} ({share:.0%}), "
-                          f"predicted {format_bytes(report.predicted_peak_bytes)}")  # fmt: skip
+    facts = [
+        ("rows", f"{report.rows_used} used, {left_out} left out, {report.label_tokens} label tokens"),
+        (
+            "training",
+            f"{report.steps} steps of {report.global_batch_rows} rows in {format_seconds(report.train_seconds)}, "
+            f"{report.tokens_per_second:.0f} tokens/s",
+        ),
+        ("training loss", f"{report.loss_first:.3f} -> {report.loss_last:.3f}"),
+    ]
+    if report.eval_loss_before is not None:
+        before, after = report.eval_loss_before, report.eval_loss_after
+        facts.append(("held-out loss", f"{before:.3f} -> {after:.3f}  ({report.eval_rows} rows)"))
+    if report.accuracy_before is not None:
+        facts.append(("accuracy", f"{report.accuracy_before:.1%} -> {report.accuracy_after:.1%}"))
+    facts.append((
+        "peak",
+        f"{format_bytes(report.measured_peak_bytes)} of {format_bytes(report.budget_bytes)} ({share:.0%}), "
+        f"predicted {format_bytes(report.predicted_peak_bytes)}",
+    ))  # fmt: skip
     if report.skipped_steps:
-        table.add_row("skipped steps", f"{report.skipped_steps}, their gradients were not finite")
-    table.add_row("adapter" if report.adapter else "model", report.adapter or report.model)
-    table.add_row("took", format_seconds(report.total_seconds))
-    table.add_row("next", f"snugtune evaluate {report.run} --data {data}")
-    console.stdout.print(table, soft_wrap=True)
+        facts.append(("skipped steps", f"{report.skipped_steps}, their gradients were not finite"))
+    facts.append(("adapter", report.adapter) if report.adapter else ("model", report.model))
+    facts.append(("took", format_seconds(report.total_seconds)))
+    facts.append(("next", f"snugtune evaluate {report.run} --data {data}"))
+    console.print_facts("Done", facts)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 
 import torch
 from torch import Tensor
@@ -57,8 +56,8 @@ class TreeBatch:
     paths: tuple[tuple[tuple[int, ...], ...], ...]
     """For each row and each of its answers, its pairs among M."""
     answers: tuple[int, ...]
-    answer_tokens: tuple[int, ...]
-    """Label tokens of each row's right answer."""
+    label_tokens: tuple[int, ...]
+    """Label tokens of each row's right answer, the last ones of its path."""
 
     @property
     def tokens(self) -> int:
@@ -93,10 +92,20 @@ def _batches(rows: Iterable[EncodedRow], capacity: int) -> Iterator[list[_Tree]]
         yield batch
 
 
+def shared_tokens(row: EncodedRow) -> int:
+    """Tokens that stand before all answers of a row and are not scored.
+
+    Every label token is scored, also one that all answers share, so that the loss comes out of the same forward.
+    """
+    assert row.choices is not None
+    same = next((i for i, tokens in enumerate(zip(*row.choices, strict=False)) if len(set(tokens)) > 1), None)
+    shared = min(map(len, row.choices)) - 1 if same is None else same
+    return min(shared, int(row.is_label.argmax()))
+
+
 def _tree(row: EncodedRow) -> _Tree:
     assert row.choices is not None
-    # Every label token is scored, also one that all answers share, so that the loss comes out of the same forward.
-    shared = min(len(commonprefix(row.choices)), int(row.is_label.argmax()))
+    shared = shared_tokens(row)
     inner: dict[tuple[int, ...], int] = {(): -1}
     tokens: list[int] = []
     parents: list[int] = []
@@ -165,7 +174,7 @@ def _collate(trees: Sequence[_Tree], device: torch.device | str) -> TreeBatch:
         pair_counts_U=tuple(counts),
         paths=tuple(paths),
         answers=tuple(tree.row.answer for tree in trees),
-        answer_tokens=tuple(len(tree.paths[tree.row.answer]) for tree in trees),
+        label_tokens=tuple(tree.row.label_tokens for tree in trees),
     )
 
 

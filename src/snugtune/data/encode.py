@@ -90,6 +90,8 @@ def _labelled(
     row: Row, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    # Some tokenizers trim white space off their ranges: a token that is nothing else begins where the last one ended.
+    starts = np.where(starts == ends, np.minimum(np.roll(ends, 1), starts), starts) if len(ids) else starts
     is_label = np.zeros(len(ids), dtype=bool)
     for start, end in row.label_spans:
         # An added special token has an empty range and so never falls into a span.
@@ -103,7 +105,9 @@ def _labelled(
 
 
 def _ended(ids: np.ndarray, is_label: np.ndarray, end_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """The row with exactly one end token after its answer, labelled; some tokenizers add it by themselves."""
+    """The row with exactly one end token after its answer, labelled; some texts hold it, some tokenizers add it."""
+    while len(ids) > 1 and ids[-1] == ids[-2] == end_id:
+        ids, is_label = ids[:-1], is_label[:-1]
     if len(ids) and ids[-1] == end_id:
         is_label[-1] = True
         return ids, is_label
@@ -129,7 +133,8 @@ def _with_choices(
             result.append(item)
             continue
         sequences = [_end(s, tokenizer.eos_token_id) for s in islice(ids, len(row.choices))]
-        if max(map(len, sequences)) > max_length:
+        same_start = len({sequence[0] for sequence in sequences}) == 1  # else nothing stands before the answers
+        if max(map(len, sequences)) > max_length or not same_start:
             result.append(item)
             continue
         answer = row.choices.index(row.text[row.label_spans[0][0] :])
@@ -138,4 +143,6 @@ def _with_choices(
 
 
 def _end(ids: list[int], end_id: int) -> tuple[int, ...]:
-    return tuple(ids) if ids and ids[-1] == end_id else (*ids, end_id)
+    while ids and ids[-1] == end_id:
+        ids = ids[:-1]
+    return (*ids, end_id)

@@ -96,8 +96,8 @@ def pack(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
         place = loads.index(min(loads))
         level[place].append(index)
         loads[place] += lengths[index]
-    longest = max(lengths, default=0)
-    return level if max(loads, default=0) <= max(capacity, longest) else bins
+    fits = all(load <= capacity or len(rows) == 1 for rows, load in zip(level, loads, strict=True))
+    return level if fits else bins
 
 
 def collate(rows: Sequence[EncodedRow], *, device: torch.device | str = "cpu") -> MicroBatch:

@@ -8,8 +8,8 @@ weight is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -75,11 +75,21 @@ def render(records: Iterable[Record], tokenizer: Tokenizer, left_out: LeftOut) -
             rows.append(_row(record, tokenizer))
         except _Unusable as reason:
             left_out.add(str(reason), record.where)
-    return rows
+    return _with_known_labels(rows)
+
+
+def _with_known_labels(rows: list[Row]) -> list[Row]:
+    """Rows of text + label get all labels of the set as their choices, where it is a set of labels and not free text."""
+    known = {row.text[row.label_spans[0][0] :] for row in rows if row.choices == ()}
+    few = 2 <= len(known) <= _MOST_LABELS
+    choices = tuple(sorted(known)) if few else None
+    return [replace(row, choices=choices) if row.choices == () else row for row in rows]
 
 
 _PAIRS = (("prompt", "completion"), ("query", "response"), ("question", "answer"))
 _LABEL_COLUMNS = ("label", "category", "intent")
+_MOST_LABELS = 200
+"""More different labels than these are taken for free text."""
 KNOWN = (
     "prompt + completion, messages, instruction (+ input) + output, conversations, query + response, question + answer, "
     "text + label (or category, intent), text"
@@ -92,7 +102,7 @@ def _row(record: Record, tokenizer: Tokenizer) -> Row:
         if given in fields and wanted in fields:
             prompt, answer = _text(fields, given, empty_is_fine=True), _text(fields, wanted)
             if given == "prompt":
-                return _joined(record.where, prompt, answer, _choices(fields))
+                return _joined(record.where, prompt, answer, _choices(fields, answer))
             return _pair(record.where, prompt, answer, None, tokenizer)
     if "messages" in fields:
         return _conversation(record.where, fields["messages"], ("role", "content"), tokenizer)
@@ -106,7 +116,11 @@ def _row(record: Record, tokenizer: Tokenizer) -> Row:
     for column in _LABEL_COLUMNS:
         if "text" in fields and column in fields:
             prompt = f"{_text(fields, 'text')}\nLabel:"
-            return _joined(record.where, prompt, f" {_text(fields, column)}", _choices(fields))
+            label = _text(fields, column)
+            named = _choices(fields, label)
+            # None named: the set's own labels, once all of it is read.
+            choices = () if named is None else tuple(f" {choice}" for choice in named)
+            return _joined(record.where, prompt, f" {label}", choices)
     if "text" in fields:
         text = _text(fields, "text")
         return Row(record.where, text, ((0, len(text)),), rendered=False)
@@ -136,15 +150,15 @@ def _text(fields: Mapping[str, Any], key: str, *, empty_is_fine: bool = False, d
     return value
 
 
-def _choices(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
-    choices = fields.get("choices")
-    if choices is None:
+def _choices(fields: Mapping[str, Any], answer: str) -> tuple[str, ...] | None:
+    if fields.get("choices") is None:
         return None
-    if not isinstance(choices, Sequence) or isinstance(choices, str) or not all(isinstance(c, str) for c in choices):
+    if not isinstance(fields["choices"], list):
         raise _Unusable("choices is not a list of texts")
-    if fields.get("completion") not in choices:
-        raise _Unusable("the completion is not among the choices")
-    return tuple(choices)
+    choices = tuple(_text({"a choice": choice}, "a choice") for choice in fields["choices"])
+    if answer not in choices:
+        raise _Unusable(f"{answer!r} is not among the choices")
+    return choices
 
 
 def _joined(where: str, prompt: str, answer: str, choices: tuple[str, ...] | None) -> Row:
@@ -174,11 +188,13 @@ def _conversation(where: str, turns: Any, keys: tuple[str, str], tokenizer: Toke
     for turn in turns:
         if not isinstance(turn, dict) or keys[0] not in turn or keys[1] not in turn:
             raise _Unusable(f"a turn lacks {keys[0]} or {keys[1]}")
-        role = turn[keys[0]]
-        role = _ROLES.get(role, role) if isinstance(role, str) else role
+        role = _text(turn, keys[0])
+        role = _ROLES.get(role, role)
         messages.append({"role": role, "content": _text(turn, keys[1], empty_is_fine=role != "assistant")})
     if not any(m["role"] == "assistant" for m in messages):
         raise _Unusable("the conversation has no assistant turn")
+    if messages[0]["role"] == "assistant":
+        raise _Unusable("the conversation begins with an assistant turn")
     try:
         return _rendered(where, messages, tokenizer)
     except TemplateError as error:
@@ -201,4 +217,6 @@ def _rendered(where: str, messages: list[dict[str, str]], tokenizer: Tokenizer) 
 
 
 def _template(tokenizer: Tokenizer, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert isinstance(text, str)
+    return text

@@ -10,13 +10,14 @@ import csv
 import gzip
 import io
 import json
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from snugtune.errors import DataError
 
@@ -68,17 +69,33 @@ def _kind(path: Path) -> str:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[TextIO]:
+def _open(path: Path) -> Generator[TextIO]:
     """Text of a file, unpacked; a byte-order mark never becomes part of it."""
     try:
-        with (gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")) as raw:
-            yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")  # type: ignore[arg-type]
+        with _raw(path) as raw:
+            yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start} of a block") from None
+        where = f"{path.name}:{_undecodable_line(path)}"
+        raise DataError(f"{where} is not UTF-8 text ({error.reason}); save the file as UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is damaged: {error}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _raw(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb"))
+
+
+def _undecodable_line(path: Path) -> int:
+    """The first line that is no UTF-8. Text is decoded in blocks, so that the error itself does not know it."""
+    with _raw(path) as raw:
+        for number, line in enumerate(raw, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _jsonl(file: TextIO, name: str) -> Iterator[Record]:
@@ -88,15 +105,16 @@ def _jsonl(file: TextIO, name: str) -> Iterator[Record]:
         where = f"{name}:{number}"
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON ({error}); the file is damaged or no .jsonl") from None
         yield _record(where, fields)
 
 
 def _json(file: TextIO, name: str) -> Iterator[Record]:
+    text = file.read()
     try:
-        rows = json.load(file)
-    except ValueError as error:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{name} is not JSON: {error}") from None
     if isinstance(rows, dict):  # {"data": [...]}, as some exports wrap their rows
         lists = [value for value in rows.values() if isinstance(value, list)]
@@ -104,10 +122,11 @@ def _json(file: TextIO, name: str) -> Iterator[Record]:
     if not isinstance(rows, list):
         raise DataError(f"{name} holds no list of rows")
     for number, fields in enumerate(rows, 1):
-        yield _record(f"{name}:{number}", fields)
+        yield _record(f"{name} row {number}", fields)
 
 
 def _csv(file: TextIO, name: str) -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)  # else a cell of over 131072 characters is an error
     reader = csv.reader(file, strict=True)
     try:
         header = next(reader, None)

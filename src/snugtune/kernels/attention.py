@@ -78,9 +78,7 @@ def _group(lengths: Sequence[int], start: int, device: torch.device | str) -> Ro
         pad += [offset + min(i, length - 1) for i in range(longest)]
         unpad += [row * longest + i for i in range(length)]
         offset += length
-    return RowGroup(
-        start, tokens, rows, longest, torch.tensor(pad, device=device), torch.tensor(unpad, device=device)
-    )
+    return RowGroup(start, tokens, rows, longest, torch.tensor(pad, device=device), torch.tensor(unpad, device=device))
 
 
 def packed_attention(
@@ -100,9 +98,7 @@ def packed_attention(
     """transformers' attention interface. Returns ([B, T, H, D], None)."""
     assert attention_mask is None and query_BHTD.shape[0] == 1
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
-    outputs = [
-        _attend(q_THD, k_TKD, v_TKD, group, dropout, scaling, sliding_window, softcap) for group in row_layout
-    ]
+    outputs = [_attend(q_THD, k_TKD, v_TKD, group, dropout, scaling, sliding_window, softcap) for group in row_layout]
     out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out_THD.unsqueeze(0), None
 

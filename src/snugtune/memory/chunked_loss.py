@@ -6,7 +6,7 @@ The logits z of a whole micro-batch never exist: a chunk's logits are made, give
 gradient, and are dropped. The gradient is taken in the forward, where the logits are at hand, so that the head's
 product is computed twice (forward and gradient) and not three times.
 
-    dz = (softmax(z) - onehot(y)) * cap'(z),  dh = scale * dz W,  dW = scale * dz^T h
+    dz = (softmax(z) - onehot(y)) * cap'(z),  dh = scale * dz W,  dW = scale * dz^T h,  db = scale * sum dz
 
 Cut Cross-Entropy (arXiv 2411.09009) and Liger's fused linear cross-entropy have the same aim; exactness is held against
 the plain loss by tests. Costs: one [chunk, V] buffer in float32, [N, D] for dh, and [V, D] where the head is trained.
@@ -59,7 +59,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if slope_CV is not None:
                 dz_CV.mul_(slope_CV)
             if dbias_V is not None:
-                dbias_V += dz_CV.sum(0)
+                dbias_V.add_(dz_CV.sum(0), alpha=scale)
             dz_CV = dz_CV.to(h_ND.dtype)
             if dh_ND is not None:
                 torch.mul(dz_CV @ weight_VD, scale, out=dh_ND[start : start + chunk])
@@ -75,7 +75,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         # In place: these buffers were made for this one backward.
         return (
-            None if dh_ND is None else dh_ND.mul_(grad_loss.to(dh_ND.dtype)),
+            None if dh_ND is None else dh_ND.mul_(grad_loss),
             None if dweight_VD is None else dweight_VD.mul_(grad_loss).to(weight_dtype),
             None if dbias_V is None else dbias_V.mul_(grad_loss).to(bias_dtype),
             None, None, None, None,
@@ -104,7 +104,10 @@ def chunked_loss(h_ND: Tensor, labels_N: Tensor, head: Head, *, chunk_tokens: in
         head: the output projection; weight and bias get gradients where they require them.
         chunk_tokens: label tokens whose logits exist at one time.
     """
-    return _ChunkedLoss.apply(h_ND, head.weight_VD, head.bias_V, labels_N, head.scale, head.softcap, chunk_tokens)
+    inputs = [h_ND, head.weight_VD, head.bias_V]
+    if not torch.is_grad_enabled():  # autograd tells a function only what could need a gradient, not that none is taken
+        inputs = [None if x is None else x.detach() for x in inputs]
+    return _ChunkedLoss.apply(*inputs, labels_N, head.scale, head.softcap, chunk_tokens)
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ Chen et al., arXiv 1604.06174.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,17 +60,6 @@ class _Surroundings:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
 
 
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast remembers a parameter's low-precision copy; one made without gradients must not serve a run with them."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 def _device_module(device_type: str) -> Any:
     return None if device_type in ("cpu", "meta") else torch.get_device_module(device_type)
 
@@ -83,7 +72,7 @@ class _Recompute(torch.autograd.Function):
         ctx.surroundings = _Surroundings.now(call.device_type, random=call.random)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        with torch.no_grad(), _no_autocast_cache():
+        with torch.no_grad():
             outputs, call.output_tree = tree_flatten(call.run(tensors[: call.arguments]))
         call.output_others = [None if isinstance(o, Tensor) else o for o in outputs]
         call.output_is_tensor = [isinstance(o, Tensor) for o in outputs]
@@ -93,7 +82,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[override]
         call: _Call = ctx.call
         tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
@@ -102,7 +91,7 @@ class _Recompute(torch.autograd.Function):
         with torch.enable_grad(), ExitStack() as stack:
             ctx.surroundings.restore(stack)
             outputs = [o for o in tree_flatten(call.run(inputs))[0] if isinstance(o, Tensor)]
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         targets = [t for t, needs in zip([*inputs, *parameters], wanted, strict=True) if needs]
         found: Iterable[Tensor | None] = [None] * len(targets)
         if pairs and targets:
@@ -141,7 +130,11 @@ class _Call:
 
 
 def recompute(
-    function: Callable[..., Any], *args: Any, parameters: Iterable[Tensor] | None = None, random: bool = True, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    parameters: Iterable[Tensor] | None = None,
+    random: bool = True,
+    **kwargs: Any,
 ) -> Any:
     """`function(*args, **kwargs)`, keeping only its arguments for backward.
 

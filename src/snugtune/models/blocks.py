@@ -16,9 +16,13 @@ from snugtune.errors import ModelError
 
 PACKED_FAMILIES = frozenset({
     "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "granite",
-    "helium", "llama", "mistral", "ministral", "nemotron", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3",
-    "smollm3", "stablelm", "starcoder2",
+    "helium", "llama", "mistral", "ministral", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3",
+    "smollm3", "starcoder2",
 })  # fmt: skip
+
+_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Rotary frequencies that transformers chooses by the largest position of a forward: a short row would change beside a
+long one."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,20 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         head=head,
         logit_scale=_logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
-        packs=config.model_type in PACKED_FAMILIES,
+        packs=packs(config),
     )
+
+
+def packs(config: PretrainedConfig) -> bool:
+    """Whether rows of this model may stand together in one sequence and still be scored as if each were alone."""
+    return config.model_type in PACKED_FAMILIES and not rope_types(config) & _ROPE_BY_LENGTH
+
+
+def rope_types(config: PretrainedConfig) -> set[str]:
+    """Every kind of rotary positions that the model's layers use."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [inner for inner in settings.values() if isinstance(inner, dict)]
+    return {inner.get("rope_type", "default") for inner in (settings, *by_layer_type)}
 
 
 def _blocks(backbone: nn.Module, config: PretrainedConfig) -> nn.ModuleList:

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from snugtune.errors import ModelError
 from snugtune.events import sync_folder
 from snugtune.kernels import attention
+from snugtune.models import blocks
 from snugtune.units import MIB
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ def unpack(file: str, folder: str) -> None:
         path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    assert tokenizer is not None
     model.save_pretrained(folder, max_shard_size="1GB")
     tokenizer.save_pretrained(folder)
 
@@ -190,6 +192,11 @@ def read_config(source: ModelSource) -> PretrainedConfig:
         raise ModelError(f"{source.name}: its config.json cannot be used: {_last_line(str(error))}") from None
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{source.name} is a '{config.model_type}', which is no causal language model")
+    if "dynamic" in blocks.rope_types(config):
+        raise ModelError(
+            f"{source.name} stretches its positions by the length of each text (rope_type dynamic), which cannot be planned; "
+            "set rope_type to yarn or default in its config.json"
+        )
     return config
 
 
@@ -199,7 +206,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{source.name} has no tokenizer that can be read: {_last_line(str(error))}") from None
-    if tokenizer.eos_token_id is None:
+    if tokenizer is None or tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {source.name} has no end token, so no answer could learn to end")
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {source.name} gives no character offsets; a tokenizer.json is needed")
@@ -209,17 +216,10 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 def shell(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model's modules in `dtype`, on whatever device torch makes tensors now (meta, or fake under FakeTensorMode)."""
     attention.register()
-    implementation = attention.NAME if packs(config) else "sdpa"
+    implementation = attention.NAME if blocks.packs(config) else "sdpa"
     # A shared config object would carry the attention choice over to the caller's.
     config = type(config).from_dict(config.to_dict())
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
-
-
-def packs(config: PretrainedConfig) -> bool:
-    """True where rows of this family may be packed (see blocks.py)."""
-    from snugtune.models.blocks import PACKED_FAMILIES
-
-    return config.model_type in PACKED_FAMILIES
 
 
 def weight_files(source: ModelSource) -> dict[Path, list[str]]:

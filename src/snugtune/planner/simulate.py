@@ -28,7 +28,10 @@ from snugtune.recipe import Recipe
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes alive in storages made while it is on, and the most that ever were."""
+    """Bytes alive in the storages that operations returned while it is on, and the most that ever were.
+
+    What stood before counts from when an operation first returns it: note it beforehand.
+    """
 
     def __init__(self) -> None:
         super().__init__()

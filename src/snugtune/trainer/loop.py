@@ -6,13 +6,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import get_scheduler
 
 from snugtune.data.encode import EncodedRow
 from snugtune.data.pack import collate, global_batches, pack
-from snugtune.errors import Stopped
+from snugtune.errors import InputError, Stopped
 from snugtune.events import EventLog
 from snugtune.memory.precision import LossScale
 from snugtune.recipe import Recipe, What
@@ -50,6 +49,7 @@ def train_rows(
     """Train `step` on `rows` as `recipe` says (its `how` resolved).
 
     Raises:
+        InputError: where the first backward reaches not every trainable tensor; it names them.
         Stopped: after MOST_SKIPS_IN_A_ROW gradients in a row that were not finite.
     """
     what, capacity = recipe.what, recipe.how.micro_batch_tokens
@@ -71,6 +71,8 @@ def train_rows(
             loss += float(step.forward_backward(micro, label_tokens=label_tokens, loss_scale=loss_scale)) / label_tokens
             done.computed_tokens += micro.input_ids_1T.shape[1]
             done.pad_tokens += micro.input_ids_1T.shape[1] - micro.tokens
+        if number == 1:
+            _check_reached(step)
         norm = float(step.grad_norm()) / loss_scale
         finite = math.isfinite(norm)
         learning_rate = rate(done.steps - done.skipped_steps)
@@ -94,22 +96,32 @@ def train_rows(
             timed_tokens, timed_seconds = timed_tokens + tokens, timed_seconds + seconds
             done.tokens_per_second = timed_tokens / timed_seconds
         facts = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate, "tokens_per_second": tokens / seconds}
-        events.write("step" if finite else "step_skipped", step=number, **_finite(facts), **_scale(scale))
+        events.write("step" if finite else "step_skipped", step=number, **facts, **_scale(scale))
         watch(number, len(batches), facts)
         if skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
             rows_named = ", ".join(row.where for row in batch_rows[:8])
             raise Stopped(
-                f"{skipped_in_a_row} steps in a row had a gradient that is not finite (last: step {number}, rows {rows_named}); "
-                f"lower what.learning_rate ({what.learning_rate}) or look at these rows"
+                f"{skipped_in_a_row} steps in a row had a gradient that is not finite (the last one: step {number}, rows "
+                f"{rows_named}); lower what.learning_rate ({what.learning_rate}) or look at these rows"
             )
     done.loss_scale = scale.scale if scale else None
     return done
 
 
+def _check_reached(step: Step) -> None:
+    """A trainable tensor that no gradient reaches would stay as it is, and nobody would notice."""
+    untouched = step.without_gradient()
+    if untouched:
+        raise InputError(
+            f"{len(untouched)} of {len(step.trainable)} trainable tensors got no gradient in the first step, {untouched[0]} "
+            "among them: this model does not use them here; take them out of what.lora.target_modules"
+        )
+
+
 def _schedule(step: Step, what: What, steps: int) -> Callable[[int], float]:
     """The learning rate of the update after so many updates.
 
-    transformers' schedules begin at a rate of zero and end at zero; ours leave both out, so that no step is for nothing.
+    transformers' schedules begin at a rate of zero and end at zero; ours leave both out: no step is for nothing.
     """
     schedule = get_scheduler(
         what.lr_scheduler_type, step.optimizer,
@@ -117,11 +129,6 @@ def _schedule(step: Step, what: What, steps: int) -> Callable[[int], float]:
     )  # fmt: skip
     factor = schedule.lr_lambdas[0]
     return lambda updates: what.learning_rate * factor(updates + 1)
-
-
-def _finite(facts: dict[str, float]) -> dict[str, Any]:
-    """JSON knows no NaN; a value that is none is written as text."""
-    return {k: v if math.isfinite(v) else str(v) for k, v in facts.items()}
 
 
 def _scale(scale: LossScale | None) -> dict[str, float]:

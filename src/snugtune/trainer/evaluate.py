@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from snugtune.data.choices import TreeBatch, tree_batches
+from snugtune.data.choices import TreeBatch, shared_tokens, tree_batches
 from snugtune.data.encode import EncodedRow
 from snugtune.data.pack import MicroBatch, collate, pack
 from snugtune.step import Scorer
@@ -36,7 +36,12 @@ class Evaluation:
 
 
 def evaluate_rows(
-    scorer: Scorer, rows: Sequence[EncodedRow], *, capacity: int, device: str = "cpu", advance: Advance = lambda rows: None
+    scorer: Scorer,
+    rows: Sequence[EncodedRow],
+    *,
+    capacity: int,
+    device: str = "cpu",
+    advance: Advance = lambda rows: None,
 ) -> Evaluation:
     """Score `rows` in batches of at most `capacity` tokens (a longer row stands alone)."""
     scorer.model.eval()
@@ -49,11 +54,11 @@ def evaluate_rows(
             advance(len(tree.answers))
     else:
         for row in branching:
-            tally.add_answers(row, [_log_prob(scorer, answer, device) for answer in _written_out(row)])
+            tally.judge([-_loss(scorer, answer, device) for answer in _written_out(row)], row.answer)
+            tally.add_loss(_loss(scorer, row, device), row.label_tokens)
             advance(1)
     for batch in _batches(plain, capacity, device):
-        tally.loss += float(scorer.loss(batch))
-        tally.tokens += batch.label_tokens
+        tally.add_loss(float(scorer.loss(batch)), batch.label_tokens)
         advance(len(batch.row_tokens))
     scorer.model.train()
     return Evaluation(
@@ -69,16 +74,16 @@ class _Tally:
     right: int = 0
 
     def add_trees(self, batch: TreeBatch, log_probs: list[float]) -> None:
-        for paths, answer, tokens in zip(batch.paths, batch.answers, batch.answer_tokens, strict=True):
-            scores = [math.fsum(log_probs[pair] for pair in path) for path in paths]
-            self._judge(scores, answer, tokens)
+        for paths, answer, labels in zip(batch.paths, batch.answers, batch.label_tokens, strict=True):
+            self.judge([math.fsum(log_probs[pair] for pair in path) for path in paths], answer)
+            # Answers may part from each other before the label tokens begin; the loss counts those alone.
+            self.add_loss(-math.fsum(log_probs[pair] for pair in paths[answer][-labels:]), labels)
 
-    def add_answers(self, row: EncodedRow, scores: list[float]) -> None:
-        self._judge(scores, row.answer, row.label_tokens)
-
-    def _judge(self, scores: list[float], answer: int, tokens: int) -> None:
-        self.loss -= scores[answer]
+    def add_loss(self, loss: float, tokens: int) -> None:
+        self.loss += loss
         self.tokens += tokens
+
+    def judge(self, scores: list[float], answer: int) -> None:
         self.right += max(range(len(scores)), key=scores.__getitem__) == answer
 
 
@@ -91,11 +96,11 @@ def _batches(rows: Sequence[EncodedRow], capacity: int, device: str) -> Iterator
 
 def _written_out(row: EncodedRow) -> Iterator[EncodedRow]:
     assert row.choices is not None
-    first = int(row.is_label.argmax())
+    first = shared_tokens(row)
     for answer in row.choices:
         ids = np.array(answer, dtype=np.int32)
         yield replace(row, ids=ids, is_label=np.arange(len(ids)) >= first, choices=None)
 
 
-def _log_prob(scorer: Scorer, row: EncodedRow, device: str) -> float:
-    return -float(scorer.loss(collate([row], device=device)))
+def _loss(scorer: Scorer, row: EncodedRow, device: str) -> float:
+    return float(scorer.loss(collate([row], device=device)))

@@ -1,0 +1,1 @@
+"""Adapters: LoRA and its files."""

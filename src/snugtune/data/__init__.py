@@ -1,0 +1,1 @@
+"""Rows to tokens to micro-batches."""

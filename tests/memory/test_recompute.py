@@ -1,0 +1,378 @@
+"""Recompute changes memory alone: gradients and random state are bit-equal to a run that keeps everything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import tiny
+from snugtune.memory import recompute as module
+from snugtune.memory.recompute import recompute
+from snugtune.planner.simulate import LiveBytes
+
+
+class Block(nn.Module):
+    """Two linears with dropout between them."""
+
+    def __init__(self, dropout: float = 0.0, width: int = 6) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(torch.tanh(self.up(x)), self.dropout, self.training))
+
+
+Runs = Callable[[nn.Module, Tensor], Tensor]
+
+
+def _plain(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+def _recomputed(block: nn.Module, x: Tensor) -> Tensor:
+    return recompute(block, x)
+
+
+def _stack(blocks: Sequence[nn.Module], x: Tensor, run: Runs) -> dict[str, Tensor]:
+    """Loss, gradients, and the random state at the end."""
+    torch.manual_seed(3)
+    x = x.detach().requires_grad_(x.requires_grad)
+    y = x
+    for block in blocks:
+        y = run(block, y)
+    loss = y.float().square().mean()
+    loss.backward()
+    found = {"loss": loss.detach(), "random state": torch.get_rng_state()}
+    found |= {"input": x.grad} if x.grad is not None else {}
+    for number, block in enumerate(blocks):
+        for name, p in block.named_parameters():
+            if p.grad is not None:
+                found[f"block {number} {name}"] = p.grad
+                p.grad = None
+    return found
+
+
+def _assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys(), f"missing or new: {got.keys() ^ expected.keys()}"
+    for name in expected:
+        assert got[name].dtype == expected[name].dtype, name
+        assert torch.equal(got[name], expected[name]), f"{name} differs from the run that keeps everything"
+
+
+@given(
+    dropout=st.sampled_from([0.0, 0.1, 0.5]), depth=st.integers(1, 3), rows=st.integers(1, 5), seed=st.integers(0, 99),
+    needs_gradient=st.booleans(), frozen=st.sets(st.sampled_from(["up.weight", "up.bias", "down.weight"])),
+)  # fmt: skip
+def test_gradients_and_random_state_are_bit_equal(
+    dropout: float, depth: int, rows: int, seed: int, needs_gradient: bool, frozen: set[str]
+):  # fmt: skip
+    torch.manual_seed(seed)
+    blocks = [Block(dropout) for _ in range(depth)]
+    for block in blocks:
+        for name in frozen:
+            block.get_parameter(name).requires_grad_(False)
+    x = torch.randn(rows, 6, requires_grad=needs_gradient)
+    _assert_same(_stack(blocks, x, _recomputed), _stack(blocks, x, _plain))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("first_input_needs_gradient", [True, False])
+def test_autocast_of_the_forward_is_restored_for_the_second_run(dropout: float, first_input_needs_gradient: bool):
+    """Backward is called outside of autocast, as PyTorch advises."""
+    blocks = [Block(dropout), Block(dropout)]
+    x = torch.randn(4, 6, requires_grad=first_input_needs_gradient)
+
+    def with_autocast(run: Runs) -> dict[str, Tensor]:
+        def inner(block: nn.Module, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = run(block, x)
+            seen.append(block.up(x).dtype)
+            return y
+
+        return _stack(blocks, x, inner)
+
+    seen: list[torch.dtype] = []
+    expected = with_autocast(_plain)
+    _assert_same(with_autocast(_recomputed), expected)
+    assert set(seen) == {torch.float32}, "autocast leaked out of the block"
+    no_autocast = _stack(blocks, x, _plain)
+    assert not torch.equal(no_autocast["loss"], expected["loss"]), "this test compares nothing"
+
+
+def test_one_autocast_region_around_recomputed_and_plain_blocks():
+    """A parameter's low-precision copy made without gradients must not serve a later use with them."""
+    blocks = [Block(), Block()]
+    x = torch.randn(4, 6)
+
+    def losses(run: Runs) -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = run(blocks[0], x)
+            y = blocks[1](blocks[0](y))  # the same weights again, kept this time
+        y.float().sum().backward()
+        return {f"{i} {n}": p.grad for i, b in enumerate(blocks) for n, p in b.named_parameters() if p.grad is not None}
+
+    found = losses(_recomputed)
+    assert len(found) == 8, f"only {sorted(found)} got a gradient"
+    blocks = copy.deepcopy(blocks)
+    for block in blocks:
+        block.zero_grad()
+    for name, gradient in losses(_plain).items():
+        tiny.assert_close(found[name], gradient, within=2e-2, name=name)  # bf16 sums in another order
+
+
+@given(dropout=st.sampled_from([0.0, 0.4]), splits=st.integers(1, 3))
+def test_nested_recompute(dropout: float, splits: int):
+    torch.manual_seed(splits)
+    blocks = [Block(dropout) for _ in range(4)]
+    whole = nn.Sequential(*blocks)
+    x = torch.randn(3, 6)
+
+    def nested(_: nn.Module, x: Tensor) -> Tensor:
+        def first(y: Tensor) -> Tensor:
+            for block in blocks[:splits]:
+                y = recompute(block, y)
+            return y
+
+        def outer(y: Tensor) -> Tensor:
+            y = recompute(first, y, parameters=[p for b in blocks[:splits] for p in b.parameters()])
+            for block in blocks[splits:]:
+                y = recompute(block, y)
+            return y
+
+        return recompute(outer, x, parameters=whole.parameters())
+
+    _assert_same(_stack([whole], x, nested), _stack([whole], x, _plain))
+
+
+def test_arguments_of_every_kind_go_in_and_come_out():
+    weight = torch.randn(5, 5, requires_grad=True)
+
+    def function(
+        x: Tensor, table: dict[str, Any], *, index: Tensor, mode: str, pairs: tuple[Tensor, ...], nothing: None
+    ):
+        assert mode == "sum"
+        assert nothing is None
+        assert table["name"] == "table"
+        y = (x @ weight)[index] * table["deep"][0][1] + pairs[0] - pairs[1]
+        return {"y": y, "index": index + 1, "mode": mode, "both": [y * 2, None], "mask": y > 0}
+
+    def run(call: Callable[..., Any]) -> tuple[Any, dict[str, Tensor | None]]:
+        torch.manual_seed(0)
+        x, scale, left, right = (torch.randn(5, 5) for _ in range(4))
+        wanted = {"x": x, "scale": scale, "right": right, "weight": weight}
+        for t in wanted.values():
+            t.requires_grad_()
+        out = call(
+            function, x, {"name": "table", "deep": [(2.0, scale)]}, index=torch.tensor([0, 3, 3, 1, 4]), mode="sum",
+            pairs=(left, right), nothing=None,
+        )  # fmt: skip
+        gradients = torch.autograd.grad(out["y"].sum() + out["both"][0].square().sum(), list(wanted.values()))
+        return out, dict(zip(wanted, gradients, strict=True))
+
+    got, got_gradients = run(lambda f, *args, **kwargs: recompute(f, *args, parameters=[weight], **kwargs))
+    expected, expected_gradients = run(lambda f, *args, **kwargs: f(*args, **kwargs))
+    _assert_same(got_gradients, expected_gradients)  # type: ignore[arg-type]
+    assert got.keys() == expected.keys()
+    assert (got["mode"], got["both"][1]) == ("sum", None)
+    assert torch.equal(got["index"], expected["index"])
+    assert torch.equal(got["mask"], expected["mask"])
+    assert not got["index"].requires_grad
+    assert not got["mask"].requires_grad
+
+
+def test_an_output_that_nothing_trainable_flows_into_asks_for_no_gradient():
+    """Also when the loss uses it: it adds nothing, and backward does not stumble over it."""
+    weight = torch.randn(4, 4, requires_grad=True)
+    constant = torch.randn(4)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x @ weight, constant * 2, x.detach()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    y, doubled, detached = recompute(function, x, parameters=[weight])
+    got = torch.autograd.grad(y.sum() + doubled.sum() + detached.sum(), [x, weight])
+    y, doubled, detached = function(x)
+    expected = torch.autograd.grad(y.sum() + doubled.sum() + detached.sum(), [x, weight])
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_only_one_of_two_outputs_is_used():
+    block = Block()
+    x = torch.randn(3, 6, requires_grad=True)
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = block(x)
+        return y, y * 3
+
+    for used in (0, 1):
+        got = torch.autograd.grad(
+            recompute(two, x, parameters=block.parameters())[used].sum(), [x, *block.parameters()]
+        )
+        expected = torch.autograd.grad(two(x)[used].sum(), [x, *block.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), f"output {used}"
+
+
+def test_an_input_given_back_as_it_is_and_one_given_twice():
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x @ weight + y
+
+    x = torch.randn(3, 4, requires_grad=True)
+    same, out = recompute(function, x * 1, x, parameters=[weight])
+    got = torch.autograd.grad((same * out).sum(), [x, weight])
+    same, out = function(x * 1, x)
+    expected = torch.autograd.grad((same * out).sum(), [x, weight])
+    for a, b in zip(got, expected, strict=True):
+        tiny.assert_close(a, b, within=1e-6, name="gradient")
+
+
+def test_a_parameter_shared_by_two_blocks_gets_both_gradients():
+    first, second = Block(0.2), Block(0.2)
+    second.up.weight = first.up.weight
+    x = torch.randn(3, 6)
+    _assert_same(_stack([first, second], x, _recomputed), _stack([first, second], x, _plain))
+
+
+def test_a_parameter_that_the_block_does_not_use_gets_none():
+    block = Block()
+    block.extra = nn.Parameter(torch.ones(3))
+    recompute(block, torch.randn(3, 6)).sum().backward()
+    assert block.extra.grad is None
+    assert block.up.weight.grad is not None
+
+
+def test_without_gradients_the_function_runs_once_and_keeps_nothing():
+    calls = []
+    with torch.no_grad():
+        y = recompute(lambda x: calls.append(1) or x * 2, torch.ones(2, requires_grad=True))
+    assert len(calls) == 1
+    assert not y.requires_grad
+
+
+def test_nothing_trainable_means_no_gradient():
+    block = Block().requires_grad_(False)
+    assert not recompute(block, torch.randn(3, 6)).requires_grad
+
+
+def test_backward_twice_through_a_kept_graph():
+    block = Block(0.3)
+    x = torch.randn(3, 6, requires_grad=True)
+    y = recompute(block, x).sum()
+    first = torch.autograd.grad(y, [x, *block.parameters()], retain_graph=True)
+    torch.rand(9)  # the state of the first forward counts, not the one of now
+    second = torch.autograd.grad(y, [x, *block.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_autograd_grad_leaves_the_fields_of_parameters_alone():
+    block = Block()
+    x = torch.randn(3, 6, requires_grad=True)
+    (gradient,) = torch.autograd.grad(recompute(block, x).sum(), [x])
+    (expected,) = torch.autograd.grad(block(x).sum(), [x])
+    assert torch.equal(gradient, expected)
+    assert all(p.grad is None for p in block.parameters())
+
+
+def test_random_state_is_put_back_after_backward_even_if_the_second_run_fails():
+    calls = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(torch.get_rng_state())
+        if len(calls) == 2:
+            raise RuntimeError("second run")
+        return F.dropout(x, 0.5)
+
+    y = recompute(function, torch.ones(8, requires_grad=True))
+    torch.rand(5)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="second run"):
+        y.sum().backward()
+    assert torch.equal(calls[0], calls[1]), "the second run saw another random state than the first"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_false_keeps_no_state():
+    calls = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(torch.get_rng_state())
+        return x * 2
+
+    y = recompute(function, torch.ones(2, requires_grad=True), random=False)
+    torch.rand(1)
+    y.sum().backward()
+    assert not torch.equal(calls[0], calls[1])
+
+
+# --- applied to the blocks of a model --------------------------------------------------------------------------------
+
+
+def test_apply_gives_a_whole_model_the_same_gradients():
+    def gradients(*, again: bool) -> dict[str, Tensor]:
+        model = (
+            tiny.model("llama", attn="eager", num_hidden_layers=3, attention_dropout=0.1).requires_grad_(True).train()
+        )
+        if again:
+            module.apply(model.model.layers)
+        torch.manual_seed(1)
+        model(input_ids=torch.tensor([[5, 9, 77, 3]]), use_cache=False).logits.square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {
+            "random state": torch.get_rng_state()
+        }
+
+    _assert_same(gradients(again=True), gradients(again=False))
+
+
+def _bytes_kept(blocks: Sequence[nn.Module], run: Runs, rows: int) -> int:
+    with LiveBytes() as live:
+        live.note([p for block in blocks for p in block.parameters()])
+        before = live.live_bytes
+        x = torch.randn(rows, 32)
+        y = x
+        for block in blocks:
+            y = run(block, y)
+        return live.live_bytes - before
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_what_is_kept_is_the_inputs_of_the_blocks_and_nothing_of_their_inside(depth: int):
+    rows = 500
+    blocks = [Block(0.1, width=32) for _ in range(depth)]
+    random_states = depth * torch.get_rng_state().nbytes
+    assert _bytes_kept(blocks, _recomputed, rows) <= (depth + 1) * rows * 32 * 4 + random_states
+    assert _bytes_kept(blocks, _plain, rows) > (depth + 1) * rows * 32 * 4 + random_states, "the test sees nothing"
+
+
+def test_the_peak_of_a_deep_stack_falls():
+    def peak(run: Runs) -> int:
+        blocks = [Block(0.0, width=32) for _ in range(8)]
+        with LiveBytes() as live:
+            y = torch.randn(500, 32)
+            for block in blocks:
+                y = run(block, y)
+            y.sum().backward()
+        return live.peak_bytes
+
+    assert peak(_recomputed) < 0.6 * peak(_plain)
+
+
+def test_nothing_is_alive_after_backward():
+    block = Block(width=32)
+    block.zero_grad(set_to_none=False)
+    recompute(block, torch.randn(4, 32)).sum().backward()  # the gradients' own storages are there now
+    with LiveBytes() as live:
+        live.note([t for p in block.parameters() for t in (p, p.grad)])
+        before = live.live_bytes
+        recompute(block, torch.randn(500, 32)).sum().backward()
+        assert live.live_bytes == before, f"{live.live_bytes - before} bytes outlive the backward"
