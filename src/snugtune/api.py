@@ -265,6 +265,7 @@ def _train(
     model = load.load_model(prepared.source, dtype=prepared.dtype, device=spec.kind)
     torch.manual_seed(recipe.what.seed)
     step = steps.build(recipe, model)
+    progress("loading the model", 1, 1, {})
     capacity = recipe.how.micro_batch_tokens
     assert capacity is not None
     before = _score(step, data, capacity, "evaluating before", progress, spec)
