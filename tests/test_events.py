@@ -84,7 +84,12 @@ def _interrupted(*_args, **_kwargs):
 @pytest.mark.parametrize("existed", [True, False])
 @pytest.mark.parametrize(
     ("place", "name", "failure"),
-    [(os, "fsync", _fails), (os, "fsync", _interrupted), (pathlib.Path, "replace", _fails), (pathlib.Path, "open", _fails)],
+    [
+        (os, "fsync", _fails),
+        (os, "fsync", _interrupted),
+        (pathlib.Path, "replace", _fails),
+        (pathlib.Path, "open", _fails),
+    ],
 )
 def test_a_failure_in_the_middle_leaves_the_old_file_or_none(tmp_path, monkeypatch, existed, place, name, failure):
     path = tmp_path / "report.json"

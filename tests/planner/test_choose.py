@@ -21,7 +21,9 @@ AROUND = Surroundings(DeviceSpec("cpu", "test", 1 << 40, has_bf16=False), Alloca
 
 def plan(data: Dataset, budget_bytes: int, *, what=None, how=None):
     recipe = tiny.recipe(what={"global_batch_rows": 8, **(what or {})}, how=how)
-    return choose(recipe, tiny.config("llama", num_hidden_layers=8), data, AROUND, dtype=torch.float32, budget_bytes=budget_bytes)
+    return choose(
+        recipe, tiny.config("llama", num_hidden_layers=8), data, AROUND, dtype=torch.float32, budget_bytes=budget_bytes
+    )
 
 
 @settings(max_examples=20, deadline=None)

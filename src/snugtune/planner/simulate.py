@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
@@ -23,6 +23,7 @@ from snugtune import step
 from snugtune.data.choices import tree_batches
 from snugtune.data.encode import EncodedRow
 from snugtune.data.pack import collate
+from snugtune.errors import ModelError
 from snugtune.models import load
 from snugtune.recipe import Recipe
 
@@ -124,7 +125,19 @@ def simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, *, dtyp
     """Train two steps and evaluate, all on fake tensors, every block of them.
 
     Two steps, since the second one has the optimiser's state beside its activations.
+
+    Raises:
+        ModelError: for a family whose forward branches on the values of tensors.
     """
+    try:
+        return _simulate_whole(recipe, config, work, dtype)
+    except DataDependentOutputException as error:
+        raise ModelError(
+            f"a '{config.model_type}' chooses its way by the values of tensors ({error}), so that its memory cannot be planned"
+        ) from None
+
+
+def _simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, dtype: torch.dtype) -> Profile:
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, torch.random.fork_rng(devices=[]):
         model = load.shell(config, dtype).requires_grad_(False)
         live.note([*model.parameters(), *model.buffers()])
