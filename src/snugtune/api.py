@@ -294,6 +294,8 @@ def _train(
         how=recipe.how.model_dump(), adapter=str(folder) if recipe.what.method == "lora" else None,
         model=str(folder) if recipe.what.method == "full" else None,
     )  # fmt: skip
+    step.drop_optimizer_state()
+    devices.release_free_memory()
     _save(prepared, recipe, step, folder, report)
     progress("saving", 1, 1, {})
     return replace(report, measured_peak_bytes=devices.peak_bytes(spec), total_seconds=time.monotonic() - started)
@@ -327,7 +329,7 @@ def _save(prepared: _Prepared, recipe: Recipe, step: steps.Step, folder: Path, r
         )  # fmt: skip
         return
     with adapters.whole_folder(folder) as aside:
-        step.model.save_pretrained(aside, max_shard_size="500MB")
+        step.model.save_pretrained(aside, max_shard_size=steps.SHARD_BYTES)
         prepared.tokenizer.save_pretrained(aside)
         (aside / "README.md").write_text(readme, encoding="utf-8")
 

@@ -21,9 +21,12 @@ from snugtune.memory import recompute
 from snugtune.memory.chunked_loss import Head, chunked_loss, token_log_probs
 from snugtune.models.blocks import anatomy
 from snugtune.recipe import Recipe
+from snugtune.units import MIB
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
+SHARD_BYTES = 500 * MIB
+"""Weights of a fully trained model go into files of this size."""
 DEFAULT_CHUNK_TOKENS = 256
 """Label tokens whose logits exist at one time: 48 MiB in float32 at a vocabulary of 49,152."""
 
@@ -130,6 +133,10 @@ class Step(Scorer):
                 parameter.grad.mul_(factor)
         self.optimizer.step()
         self.drop_gradients()
+
+    def drop_optimizer_state(self) -> None:
+        """Forget the moments: nothing trains after this."""
+        self.optimizer.state.clear()
 
     def drop_gradients(self) -> None:
         """Forget the gradients, and give their memory back."""

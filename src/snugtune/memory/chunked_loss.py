@@ -9,7 +9,7 @@ product is computed twice (forward and gradient) and not three times.
     dz = (softmax(z) - onehot(y)) * cap'(z),  dh = scale * dz W,  dW = scale * dz^T h,  db = scale * sum dz
 
 Cut Cross-Entropy (arXiv 2411.09009) and Liger's fused linear cross-entropy have the same aim; exactness is held against
-the plain loss by tests. Costs: one [chunk, V] buffer in float32, [N, D] for dh, and [V, D] where the head is trained.
+the plain loss by tests. Costs: one [chunk, V] buffer in float32 (two under a softcap or a 16-bit head), [N, D] for dh, and [V, D] where the head is trained.
 
 Shapes: N label tokens, D model width, V vocabulary, C chunk.
 """
@@ -48,14 +48,15 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, h_ND.shape[0], chunk):
             h_CD, labels_C = h_ND[start : start + chunk], labels_N[start : start + chunk]
             z_CV = _logits(h_CD, head)
-            top_C1 = z_CV.gather(1, labels_C[:, None])
-            norm_C1 = z_CV.logsumexp(1, keepdim=True)
-            losses.append((norm_C1 - top_C1).sum())
-            if not (needs_h or needs_weight or needs_bias):
+            label_z_C1 = z_CV.gather(1, labels_C[:, None])
+            needs_any = needs_h or needs_weight or needs_bias
+            slope_CV = 1 - (z_CV / softcap).square() if softcap is not None and needs_any else None
+            norm_C1, total_C1 = _exponentials(z_CV)
+            losses.append((norm_C1 - label_z_C1).sum())
+            if not needs_any:
                 continue
-            slope_CV = 1 - (z_CV / softcap).square() if softcap is not None else None
-            dz_CV = z_CV.sub_(norm_C1).exp_()  # softmax, in the logits' own buffer
-            dz_CV.scatter_add_(1, labels_C[:, None], torch.full_like(top_C1, -1.0))
+            dz_CV = z_CV.div_(total_C1)  # softmax
+            dz_CV.scatter_add_(1, labels_C[:, None], torch.full_like(label_z_C1, -1.0))
             if slope_CV is not None:
                 dz_CV.mul_(slope_CV)
             if dbias_V is not None:
@@ -86,13 +87,23 @@ def _logits(h_CD: Tensor, head: Head) -> Tensor:
     """[C, V] in float32."""
     z_CV = h_CD @ head.weight_VD.t()
     if head.bias_V is not None:
-        z_CV = z_CV + head.bias_V
+        z_CV += head.bias_V
     z_CV = z_CV.float()
     if head.scale != 1.0:
-        z_CV = z_CV * head.scale
+        z_CV *= head.scale
     if head.softcap is not None:
-        z_CV = torch.tanh(z_CV / head.softcap) * head.softcap
+        z_CV.div_(head.softcap).tanh_().mul_(head.softcap)
     return z_CV
+
+
+def _exponentials(z_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp(z) and sum(exp(z - max)), both [C, 1]; z becomes exp(z - max).
+
+    Written out because torch's logsumexp takes a second [C, V] buffer inside, which no plan would see.
+    """
+    top_C1 = z_CV.amax(1, keepdim=True)
+    total_C1 = z_CV.sub_(top_C1).exp_().sum(1, keepdim=True)
+    return top_C1 + total_C1.log(), total_C1
 
 
 def chunked_loss(h_ND: Tensor, labels_N: Tensor, head: Head, *, chunk_tokens: int) -> Tensor:
@@ -124,8 +135,9 @@ def token_log_probs(
     for index, pairs in enumerate(pairs_per_chunk):
         start = index * chunk_tokens
         z_CV = _logits(h_ND[start : start + chunk_tokens], head)
-        norm_C = z_CV.logsumexp(1)
         position_P = pair_position_M[done : done + pairs] - start
-        parts.append(z_CV[position_P, pair_token_M[done : done + pairs]] - norm_C[position_P])
+        z_P = z_CV[position_P, pair_token_M[done : done + pairs]]
+        norm_C1, _ = _exponentials(z_CV)
+        parts.append(z_P - norm_C1[position_P, 0])
         done += pairs
     return torch.cat(parts)

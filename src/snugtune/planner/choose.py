@@ -17,7 +17,7 @@ from snugtune.device import Allocator, DeviceSpec
 from snugtune.errors import DoesNotFit
 from snugtune.planner.simulate import Profile, Work, simulate
 from snugtune.recipe import How, Recipe
-from snugtune.step import DEFAULT_CHUNK_TOKENS
+from snugtune.step import DEFAULT_CHUNK_TOKENS, SHARD_BYTES
 from snugtune.units import MIB, format_bytes
 
 MICRO_BATCH_TOKENS = (4096, 2048, 1024, 512, 256, 128)
@@ -178,8 +178,8 @@ def _plan(
             "load": around.peak(weights, weights, computes=False),
             "step": around.peak(max(profile.gradient, profile.update), weights),
             "evaluate": around.peak(profile.evaluate, weights),
-            # Writing serialises what is trained, which is less than all that is kept beside the weights.
-            "save": around.peak(2 * profile.kept - weights, weights, computes=False),
+            # A file's tensors are serialised together before they are written.
+            "save": around.peak(profile.built + min(profile.trained, SHARD_BYTES), weights, computes=False),
         },
         worst_rows=len(worst),
         worst_tokens=sum(row.tokens for row in worst),

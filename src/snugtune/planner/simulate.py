@@ -84,6 +84,10 @@ class Profile:
     """Evaluation, with the optimiser's state beside it."""
     kept: int
     """Between steps: weights, trainable parameters, the optimiser's state."""
+    built: int
+    """Weights and adapters, before the optimiser has any state."""
+    trained: int
+    """What is trained, and so saved."""
 
     def extrapolate(self, deeper: Profile, *, blocks: int) -> Profile:
         """This profile with `blocks` more blocks, `deeper` having one more."""
@@ -144,13 +148,15 @@ def _simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, dtype:
         weights = live.live_bytes
         built = step.build(recipe, model)
         live.note(built.trainable)
+        ready = live.live_bytes
+        trained = sum(p.nbytes for p in built.trainable)
         gradient = update = 0
         for _ in range(2):
             gradient = max(gradient, _peak_of(live, lambda: _gradients(built, work)))
             update = max(update, _peak_of(live, lambda: _update(built)))
         kept = live.live_bytes
         evaluated = _peak_of(live, lambda: _evaluate(built, work))
-    return Profile(weights, gradient, update, evaluated, kept)
+    return Profile(weights, gradient, update, evaluated, kept, ready, trained)
 
 
 def _gradients(built: step.Step, work: Work) -> None:
