@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snugtune.api import evaluate, train
+    from snugtune.api import evaluate, plan, train
     from snugtune.recipe import Recipe
 
-__all__ = ["Recipe", "evaluate", "train"]
+__all__ = ["Recipe", "evaluate", "plan", "train"]
 
-_HOMES = {"Recipe": "snugtune.recipe", "evaluate": "snugtune.api", "train": "snugtune.api"}
+_HOMES = {"Recipe": "snugtune.recipe", "evaluate": "snugtune.api", "plan": "snugtune.api", "train": "snugtune.api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ from snugtune.data.dataset import Dataset
 from snugtune.errors import InputError, OutOfMemory, RecipeError
 from snugtune.events import EventLog, replace_text
 from snugtune.models import load
-from snugtune.planner.choose import Plan, Surroundings, choose
+from snugtune.planner.choose import Plan, Surroundings, choose, refusal, ways
 from snugtune.recipe import Recipe, dump
 from snugtune.trainer.evaluate import Evaluation, evaluate_rows
 from snugtune.trainer.loop import train_rows
@@ -101,7 +101,8 @@ class _Prepared:
     recipe: Recipe
     source: load.ModelSource
     config: PretrainedConfig
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None where nothing but a plan is wanted."""
     data: Dataset
     device: devices.DeviceSpec
     dtype: torch.dtype
@@ -142,6 +143,32 @@ def train(recipe: Recipe, *, progress: Progress = _quiet) -> TrainReport:
     return report
 
 
+def plan(recipe: Recipe, *, token_lengths: str | None = None) -> tuple[Plan, ...]:
+    """Every way to run `recipe` with its predicted peak by phase, fastest first; no weights are loaded or needed.
+
+    Args:
+        recipe: its model may be a folder with nothing but a config.json when `token_lengths` stands in for data.
+        token_lengths: see `data.dataset.stand_in`.
+
+    Raises:
+        InputError: as `train`.
+        DoesNotFit: where no way stays inside the budget.
+    """
+    prepared = _prepare(recipe, token_lengths=token_lengths)
+    for line in prepared.data.left_out.describe():
+        log.warning(line)
+    surroundings = Surroundings(prepared.device, devices.allocator(), devices.resident_bytes())
+    plans = tuple(
+        ways(
+            prepared.recipe, prepared.config, prepared.data, surroundings,
+            dtype=prepared.dtype, budget_bytes=prepared.budget_bytes,
+        )
+    )  # fmt: skip
+    if not any(found.fits for found in plans):
+        raise refusal(plans)
+    return plans
+
+
 def evaluate(
     model: str, data: str, *, budget: int | None = None, max_length: int = 1024, rows: int | None = None,
     progress: Progress = _quiet,
@@ -171,8 +198,9 @@ def evaluate(
     )  # fmt: skip
 
 
-def _prepare(recipe: Recipe) -> _Prepared:
-    sources.check(recipe.data)
+def _prepare(recipe: Recipe, *, token_lengths: str | None = None) -> _Prepared:
+    if token_lengths is None:
+        sources.check(recipe.data)
     if recipe.eval_data is not None:
         sources.check(recipe.eval_data)
     spec = devices.detect(recipe.device)
@@ -181,9 +209,12 @@ def _prepare(recipe: Recipe) -> _Prepared:
     if source.adapter is not None:
         raise InputError(f"{recipe.model} is an adapter already; train on its base, {source.folder}")
     config = load.read_config(source)
-    load.weight_files(source)
-    tokenizer = load.load_tokenizer(source)
-    data = dataset.load_dataset(recipe, tokenizer)
+    if token_lengths is None:
+        load.weight_files(source)
+        tokenizer = load.load_tokenizer(source)
+        data = dataset.load_dataset(recipe, tokenizer)
+    else:
+        tokenizer, data = None, dataset.stand_in(token_lengths)
     limit = getattr(config, "max_position_embeddings", None)
     if limit and max(row.tokens for row in data.train) > limit:
         raise RecipeError(
@@ -321,6 +352,7 @@ def _score(
 
 
 def _save(prepared: _Prepared, recipe: Recipe, step: steps.Step, folder: Path, report: TrainReport) -> None:
+    assert prepared.tokenizer is not None
     readme = _readme(prepared, recipe, report)
     if recipe.what.method == "lora":
         adapters.save(

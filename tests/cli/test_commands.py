@@ -119,11 +119,40 @@ def test_a_budget_too_small_exits_3_with_the_smallest(run, model_folder, rows_fi
     assert code == 3 and "GiB" in err and "--budget" in err
 
 
+def test_a_folder_with_only_a_config_is_planned(run, model_folder, tmp_path):
+    (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
+    command = ["plan", "--model", tmp_path, "--budget", "4GiB", "--token-lengths"]
+    code, out, err = run(*command, "20x8,50", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["fits"] and plan["worst_micro_batch"]["tokens"] == 210
+    assert plan["peak_bytes"] == max(phase["peak_bytes"] for phase in plan["phases"].values()) > 0
+    assert {"load", "step", "evaluate", "save"} <= plan["phases"].keys()
+    (tmp_path / "lengths.txt").write_text("20\n" * 8 + "50\n")
+    _, again, _ = run(*command, tmp_path / "lengths.txt", "--json")
+    assert json.loads(again)["worst_micro_batch"] == plan["worst_micro_batch"]
+    code, out, _ = run(*command, "20x8")
+    assert code == 0 and "->" in out and "needs" in out
+    for wrong in ("20y8", "1x4", "", "nowhere.txt"):
+        assert run(*command, wrong)[0] == 2
+    code, _, err = run("plan", "--model", tmp_path, "--budget", "20MiB", "--token-lengths", "20x8")
+    assert code == 3 and "GiB" in err
+    code, _, err = run("train", "--model", tmp_path, "--data", "demo")
+    assert code == 2 and "model.safetensors" in err, "it can be planned, not trained"
+
+
+def test_train_runs_the_way_that_plan_shows(run, model_folder, rows_file, tmp_path):
+    common = ["--model", model_folder, "--data", rows_file, "--budget", "6GiB", "--set", "what.max_steps=1", "--json"]
+    planned = json.loads(run("plan", *common)[1])
+    trained = json.loads(run("train", *common, "--output", tmp_path / "run")[1])
+    assert planned["recipe"]["how"] == trained["how"]
+
+
 def test_every_command_in_the_readme_exists(run):
     commands = [
         line.strip().removeprefix("$ ").split("#")[0].split()
         for line in (ROOT / "README.md").read_text().splitlines()
-        if line.strip().removeprefix("$ ").startswith(("snugtune train", "snugtune evaluate"))
+        if line.strip().removeprefix("$ ").startswith(("snugtune train", "snugtune evaluate", "snugtune plan"))
     ]
     assert commands
     for command in commands:

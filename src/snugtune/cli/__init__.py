@@ -9,6 +9,7 @@ import typer
 
 from snugtune.cli import console
 from snugtune.cli.evaluate import evaluate
+from snugtune.cli.plan import plan
 from snugtune.cli.train import train
 from snugtune.errors import SnugtuneError
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     name="snugtune", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
     help="Say how much memory you have; get the fastest fine-tune that fits, kept inside it.",
 )  # fmt: skip
+app.command()(plan)
 app.command()(train)
 app.command()(evaluate)
 

@@ -70,6 +70,16 @@ def progress() -> Generator[Any]:
         yield show
 
 
+@contextmanager
+def working(what: str) -> Generator[None]:
+    """A spinner while something runs whose end is not known; silent off a terminal."""
+    if not stderr.is_terminal:
+        yield
+        return
+    with stderr.status(what):
+        yield
+
+
 def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
     """Names and values in two columns. Lines are never folded, so that a path or a command can be copied."""
     stdout.print(f"\n[bold]{_plain(title)}[/]", soft_wrap=True)

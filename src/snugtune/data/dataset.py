@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -54,6 +55,29 @@ def load_dataset(recipe: Recipe, tokenizer: Tokenizer) -> Dataset:
         if held_out else [],
         left_out=left_out,
     )  # fmt: skip
+
+
+def stand_in(token_lengths: str) -> Dataset:
+    """Rows of given lengths without content, for a plan: `1024x4096` (length x rows, comma-separated) or a file with one
+    length a line. Every token but the first counts as a label, which is the most that a row can ask for.
+
+    Raises:
+        DataError: where it is neither.
+    """
+    path = Path(token_lengths)
+    parts = path.read_text().split() if path.is_file() else token_lengths.split(",")
+    lengths: list[int] = []
+    for part in parts:
+        length, _, rows = part.strip().partition("x")
+        if not (length.isdecimal() and (rows or "1").isdecimal()) or int(length) < 2:
+            raise DataError(
+                f"'{part}' is no length x rows (as 1024x4096; a row has 2 tokens at least) and no such file is there"
+            )
+        lengths += [int(length)] * int(rows or 1)
+    if not lengths:
+        raise DataError(f"{token_lengths} holds no lengths")
+    blank = {n: (np.full(n, 3, dtype=np.int32), np.arange(n) > 0) for n in set(lengths)}
+    return Dataset([EncodedRow(f"row {i}", *blank[n]) for i, n in enumerate(lengths, 1)], [])
 
 
 def _rows(name: str, tokenizer: Tokenizer, left_out: LeftOut, *, part: str) -> list[Row]:

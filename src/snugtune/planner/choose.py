@@ -56,10 +56,15 @@ class Plan:
         """The smallest budget that holds it."""
         return self.peak_bytes + self.reserve_bytes
 
+    @property
+    def fits(self) -> bool:
+        """Whether it stays inside the budget."""
+        return self.needed_bytes <= self.budget_bytes
+
     def as_json(self) -> dict[str, Any]:
         """The plan as `plan.json` holds it, with the contract's keys."""
         return {
-            "fits": self.needed_bytes <= self.budget_bytes, "budget_bytes": self.budget_bytes, "device": asdict(self.device),
+            "fits": self.fits, "budget_bytes": self.budget_bytes, "device": asdict(self.device),
             "phases": {name: {"peak_bytes": peak} for name, peak in self.phases.items()}, "peak_bytes": self.peak_bytes,
             "worst_micro_batch": {"rows": self.worst_rows, "tokens": self.worst_tokens},
             "recipe": self.recipe.model_dump(mode="json"),
@@ -91,25 +96,36 @@ def choose(
     Raises:
         DoesNotFit: where none does; the message has the smallest budget that would do.
     """
-    smallest: Plan | None = None
-    done: dict[tuple[Any, ...], Profile] = {}
+    seen = []
+    for plan in ways(recipe, config, data, around, dtype=dtype, budget_bytes=budget_bytes):
+        if plan.fits:
+            return plan
+        seen.append(plan)
+    raise refusal(seen)
+
+
+def ways(
+    recipe: Recipe, config: PretrainedConfig, data: Dataset, around: Surroundings, *, dtype: torch.dtype,
+    budget_bytes: int,
+) -> Iterator[Plan]:  # fmt: skip
+    """A plan for every way to run that the recipe leaves open, fastest first, whether it fits or not.
+
+    Of ways with the same largest batches, which differ in nothing, only the first is given.
+    """
+    done: set[tuple[Any, ...]] = set()
     for how in _ways(recipe.how):
         resolved = recipe.model_copy(update={"how": how})
         work, worst = _largest_batches(resolved, data)
-        # Two ways with the same largest batches need the same.
-        key = (how.recompute, how.loss_chunk_tokens, tuple(r.where for r in worst), work.eval_capacity)
+        key = (how.recompute, how.loss_chunk_tokens, tuple(r.where for r in worst))
         if key not in done:
-            done[key] = simulate(resolved, config, work, dtype=dtype)
-        plan = _plan(resolved, done[key], around, budget_bytes, worst)
-        if plan.needed_bytes <= budget_bytes:
-            return plan
-        if smallest is None or plan.needed_bytes < smallest.needed_bytes:
-            smallest = plan
-    assert smallest is not None
-    raise _refusal(smallest, budget_bytes)
+            done.add(key)
+            yield _plan(resolved, simulate(resolved, config, work, dtype=dtype), around, budget_bytes, worst)
 
 
-def _refusal(smallest: Plan, budget_bytes: int) -> DoesNotFit:
+def refusal(plans: Sequence[Plan]) -> DoesNotFit:
+    """What to say when none of `plans` fits: the smallest budget that would do."""
+    smallest = min(plans, key=lambda plan: plan.needed_bytes)
+    budget_bytes = smallest.budget_bytes
     needed = -(-smallest.needed_bytes // MIB) * MIB
     phase = max(smallest.phases, key=smallest.phases.__getitem__)
     how = smallest.recipe.how
