@@ -88,6 +88,8 @@ class Profile:
     """Weights and adapters, before the optimiser has any state."""
     trained: int
     """What is trained, and so saved."""
+    reordered: int
+    """The largest weight in 16 bits: oneDNN's products on a CPU copy it into a layout of their own; 0 in float32."""
 
     def extrapolate(self, deeper: Profile, *, blocks: int) -> Profile:
         """This profile with `blocks` more blocks, `deeper` having one more."""
@@ -150,13 +152,14 @@ def _simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, dtype:
         live.note(built.trainable)
         ready = live.live_bytes
         trained = sum(p.nbytes for p in built.trainable)
+        reordered = max((p.nbytes for p in model.parameters() if p.dtype.itemsize == 2), default=0)
         gradient = update = 0
         for _ in range(2):
             gradient = max(gradient, _peak_of(live, lambda: _gradients(built, work)))
             update = max(update, _peak_of(live, lambda: _update(built)))
         kept = live.live_bytes
         evaluated = _peak_of(live, lambda: _evaluate(built, work))
-    return Profile(weights, gradient, update, evaluated, kept, ready, trained)
+    return Profile(weights, gradient, update, evaluated, kept, ready, trained, reordered)
 
 
 def _gradients(built: step.Step, work: Work) -> None:
