@@ -1,12 +1,14 @@
 """Predicted against measured peak of the real model on this machine, a process a recipe; rows go to results/.
 
-python bench/plan_accuracy.py [--steps 3]     takes about half a minute a recipe
+python bench/plan_accuracy.py [--steps 3]     measure, about half a minute a recipe
+python bench/plan_accuracy.py --docs          write the newest commit's rows into docs/memory.md
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -32,7 +34,7 @@ RECIPES = {
     "lora bf16 block": ["--budget", "2GiB", "--set", "what.base=bf16", "--set", "how.recompute=block"],
     "lora, 77 intents": ["--budget", "2GiB", "--data", "banking77"],
     "lora, long rows": ["--budget", "3GiB", "--data", "{long}", "--set", "what.global_batch_rows=4"],
-    "lora, long rows, block": ["--budget", "3GiB", "--data", "{long}", "--set", "how.recompute=block"],
+    "lora, long rows, block": ["--budget", "3GiB", "--data", "{long}", "--set", "what.global_batch_rows=8", "--set", "how.recompute=block"],
     "full block": ["--budget", "4GiB", "--method", "full", "--set", "how.recompute=block"],
     "full none": ["--budget", "4GiB", "--method", "full", "--set", "how.recompute=none"],
 }  # fmt: skip
@@ -41,7 +43,12 @@ RECIPES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3)
-    steps = parser.parse_args().steps
+    parser.add_argument("--docs", action="store_true")
+    arguments = parser.parse_args()
+    steps = arguments.steps
+    if arguments.docs:
+        write_docs()
+        return
     off = []
     with tempfile.TemporaryDirectory() as folder, (ROOT / "results/plan_accuracy.jsonl").open("a") as file:
         long = Path(folder) / "long.jsonl"
@@ -60,6 +67,34 @@ def main() -> None:
     print(
         f"median error {statistics.median(map(abs, off)):.1%}, worst {max(off, key=abs):+.1%}, lowest {min(off):+.1%}"
     )
+
+
+def write_docs() -> None:
+    rows = [json.loads(line) for line in (ROOT / "results/plan_accuracy.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    lines = [
+        f"Commit {rows[-1]['commit']}, {rows[-1]['date']}, {next(r['device'] for r in rows if 'device' in r)}; 3 steps, peaks in MiB.",
+        "", "| recipe | recompute, micro-batch | predicted | measured | off |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    off = []
+    for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['recipe']} | | | | {row['error'][:120]} |")
+            continue
+        how, predicted, measured = row["how"], row["predicted_peak_bytes"], row["measured_peak_bytes"]
+        off.append(predicted / measured - 1)
+        way = f"{how['recompute']}, {how['micro_batch_tokens']}"
+        lines.append(f"| {row['recipe']} | {way} | {predicted >> 20} | {measured >> 20} | {off[-1]:+.1%} |")
+    lines += [
+        "",
+        f"Median error {statistics.median(map(abs, off)):.1%}, highest {max(off):+.1%}, lowest {min(off):+.1%}.",
+    ]
+    page = ROOT / "docs/memory.md"
+    block = "<!-- made by bench/plan_accuracy.py --docs -->\n" + "\n".join(lines) + "\n<!-- end -->"
+    text = re.sub(
+        r"<!-- made by bench/plan_accuracy.py --docs -->.*?<!-- end -->", lambda _: block, page.read_text(), flags=re.S
+    )
+    page.write_text(text)
 
 
 def measure(name: str, flags: list[str], steps: int, output: Path) -> dict:

@@ -14,6 +14,7 @@ from snugtune.device import Allocator, DeviceSpec
 from snugtune.errors import DoesNotFit
 from snugtune.planner import choose as planning
 from snugtune.planner.choose import Surroundings, choose
+from snugtune.planner.simulate import Work, simulate, simulate_whole
 from snugtune.units import MIB
 
 AROUND = Surroundings(DeviceSpec("cpu", "test", 1 << 40, has_bf16=False), Allocator("system", 1.0, 0), 0)
@@ -82,3 +83,17 @@ def test_the_process_and_the_allocator_are_part_of_the_peak():
     bare = AROUND.peak(100 * MIB, 40 * MIB)
     around = Surroundings(AROUND.device, Allocator("mimalloc", 1.5, 0), 300 * MIB)
     assert around.peak(100 * MIB, 40 * MIB) - bare == 300 * MIB + 30 * MIB
+
+
+@pytest.mark.parametrize("lengths", [[60] * 8, [4, 3]])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_deep_model_is_extrapolated_to_the_byte(method, recompute, lengths):
+    # Activations outgrow gradients in the long batch and not in the short one: the moment of the peak moves with depth.
+    work = Work((tuple(tiny.rows(lengths)),), (), 4096)
+    recipe = tiny.recipe(what={"method": method}, how={"recompute": recompute})
+    config = tiny.config("llama", num_hidden_layers=12)
+    whole = simulate_whole(recipe, config, work, dtype=torch.float32)
+    told = simulate(recipe, config, work, dtype=torch.float32)
+    assert told.gradient == pytest.approx(whole.gradient, rel=1e-3)
+    assert (told.weights, told.update, told.kept) == (whole.weights, whole.update, whole.kept)

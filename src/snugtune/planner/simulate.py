@@ -76,8 +76,12 @@ class Profile:
 
     weights: int
     """The model as loaded."""
-    gradient: int
-    """Forward and backward, with the optimiser's state beside them."""
+    turn: int
+    """From the start of the forward to the end of the last block's backward, with the optimiser's state beside it."""
+    descent: int
+    """The backward of the other blocks."""
+    landing: int
+    """What of the backward comes after the first block: the embedding's gradient."""
     update: int
     """Norm, clipping and the optimiser's step."""
     evaluate: int
@@ -90,6 +94,11 @@ class Profile:
     """What is trained, and so saved."""
     reordered: int
     """The largest weight in 16 bits: oneDNN's products on a CPU copy it into a layout of their own; 0 in float32."""
+
+    @property
+    def gradient(self) -> int:
+        """Forward and backward."""
+        return max(self.turn, self.descent, self.landing)
 
     def extrapolate(self, deeper: Profile, *, blocks: int) -> Profile:
         """This profile with `blocks` more blocks, `deeper` having one more."""
@@ -153,18 +162,43 @@ def _simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, dtype:
         ready = live.live_bytes
         trained = sum(p.nbytes for p in built.trainable)
         reordered = max((p.nbytes for p in model.parameters() if p.dtype.itemsize == 2), default=0)
-        gradient = update = 0
+        gradient, update = [0, 0, 0], 0
         for _ in range(2):
-            gradient = max(gradient, _peak_of(live, lambda: _gradients(built, work)))
+            gradient = [max(pair) for pair in zip(gradient, _gradients(built, work, live), strict=True)]
             update = max(update, _peak_of(live, lambda: _update(built)))
         kept = live.live_bytes
         evaluated = _peak_of(live, lambda: _evaluate(built, work))
-    return Profile(weights, gradient, update, evaluated, kept, ready, trained, reordered)
+    turn, descent, landing = gradient
+    return Profile(weights, turn, descent, landing, update, evaluated, kept, ready, trained, reordered)
 
 
-def _gradients(built: step.Step, work: Work) -> None:
+def _gradients(built: step.Step, work: Work, live: LiveBytes) -> list[int]:
+    """Peaks of the three parts of forward and backward that Profile tells apart.
+
+    Where the whole model is trained, activations grow with depth by one measure and gradients by another: a peak over
+    both is no line and would be extrapolated wrongly, within each part it is one. Adapters' gradients are next to nothing,
+    so that all of it is one part.
+    """
+    peaks = [0, 0, 0]
+    parts: list[int] = []
+
+    def end_of_part(*_: Any) -> None:
+        parts.append(live.peak_bytes)
+        live.peak_bytes = live.live_bytes
+
+    whole_model = all(p.requires_grad for p in built.model.get_input_embeddings().parameters())
+    ends = [built.parts.blocks[-1], built.parts.blocks[0]] if whole_model else []
+    hooks = [block.register_full_backward_hook(end_of_part) for block in ends]
     for rows in work.micro_batches:
+        parts.clear()
+        live.peak_bytes = live.live_bytes
         built.forward_backward(collate(rows), label_tokens=1)
+        end_of_part()
+        turn, *descent, landing = [*parts, 0] if len(parts) < 2 else parts
+        peaks = [max(pair) for pair in zip(peaks, (turn, max(descent, default=0), landing), strict=True)]
+    for hook in hooks:
+        hook.remove()
+    return peaks
 
 
 def _update(built: step.Step) -> None:
