@@ -152,10 +152,12 @@ class Allocator:
     """Resident over live bytes, for what a step allocates."""
     reserve_bytes: int
     """What it maps besides, untouched: the wall counts it, so that a plan must leave it free."""
+    reserve_share: float
+    """And so much more of it for each byte that comes and goes: addresses that are free but stay mapped."""
 
 
-_MIMALLOC = Allocator("mimalloc", overhead=1.08, reserve_bytes=64 * MIB)
-_SYSTEM = Allocator("system", overhead=1.75, reserve_bytes=64 * MIB)
+_MIMALLOC = Allocator("mimalloc", overhead=1.08, reserve_bytes=64 * MIB, reserve_share=0.1)
+_SYSTEM = Allocator("system", overhead=1.75, reserve_bytes=64 * MIB, reserve_share=0.1)
 """glibc keeps freed blocks of a step in fragments: 1.6 to 1.75 times what is alive (measured on the demo model)."""
 
 

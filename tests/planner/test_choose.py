@@ -17,7 +17,7 @@ from snugtune.planner.choose import Surroundings, choose
 from snugtune.planner.simulate import Work, simulate, simulate_whole
 from snugtune.units import MIB
 
-AROUND = Surroundings(DeviceSpec("cpu", "test", 1 << 40, has_bf16=False), Allocator("system", 1.0, 0), 0)
+AROUND = Surroundings(DeviceSpec("cpu", "test", 1 << 40, has_bf16=False), Allocator("system", 1.0, 0, 0), 0)
 
 
 def plan(data: Dataset, budget_bytes: int, *, what=None, how=None):
@@ -81,7 +81,7 @@ def test_evaluation_is_part_of_the_plan():
 
 def test_the_process_and_the_allocator_are_part_of_the_peak():
     bare = AROUND.peak(100 * MIB, 40 * MIB)
-    around = Surroundings(AROUND.device, Allocator("mimalloc", 1.5, 0), 300 * MIB)
+    around = Surroundings(AROUND.device, Allocator("mimalloc", 1.5, 0, 0), 300 * MIB)
     assert around.peak(100 * MIB, 40 * MIB) - bare == 300 * MIB + 30 * MIB
 
 

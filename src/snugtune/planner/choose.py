@@ -86,6 +86,12 @@ class Surroundings:
         besides = self.resident_bytes + CODE_BYTES + scratch_bytes
         return besides + weights_bytes + round((live_bytes - weights_bytes) * self.allocator.overhead)
 
+    def reserve(self, changing_bytes: int) -> int:
+        """What the allocator maps and does not touch, for so many bytes that come and go: the wall counts it."""
+        if self.device.kind == "cuda":
+            return 0
+        return self.allocator.reserve_bytes + round(changing_bytes * self.allocator.reserve_share)
+
 
 def choose(
     recipe: Recipe, config: PretrainedConfig, data: Dataset, around: Surroundings, *, dtype: torch.dtype,
@@ -199,5 +205,5 @@ def _plan(
         },
         worst_rows=len(worst),
         worst_tokens=sum(row.tokens for row in worst),
-        reserve_bytes=around.allocator.reserve_bytes if around.device.kind == "cpu" else 0,
+        reserve_bytes=around.reserve(max(profile.gradient, profile.update, profile.evaluate) - weights),
     )
