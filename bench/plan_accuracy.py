@@ -57,6 +57,7 @@ def main() -> None:
             flags = [flag.replace("{long}", str(long)) for flag in flags]
             row = measure(name, flags, steps, Path(folder) / name.replace(" ", "_").replace(",", ""))
             file.write(json.dumps({"date": date.today().isoformat(), "commit": commit(), **row}) + "\n")
+            file.flush()
             if "error" in row:
                 print(f"{name:<30} {row['error']}")
                 continue
