@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from snugtune import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,14 +31,6 @@ def run(monkeypatch, capsys):
         return code, out, err
 
     return call
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.model("llama").save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

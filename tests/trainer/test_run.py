@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tiny
 from snugtune import api
 from snugtune import recipe as recipes
 from snugtune import step as steps
@@ -22,14 +21,6 @@ from snugtune.errors import DoesNotFit, InputError, RecipeError, Stopped
 from snugtune.events import EventLog
 from snugtune.models import load
 from snugtune.trainer import loop
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.model("llama").save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
