@@ -36,8 +36,10 @@ gpu: setup
 bench: setup
 	$(BIN)/python bench/first_run.py
 	$(BIN)/python bench/plan_accuracy.py
+	$(BIN)/python bench/published.py
 
 # Writes the README's first screen anew from a run of `make demo` on this machine, and docs/memory.md from results/.
 report: setup
 	$(BIN)/python bench/first_run.py --readme
 	$(BIN)/python bench/plan_accuracy.py --docs
+	$(BIN)/python bench/published.py --docs

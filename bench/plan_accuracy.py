@@ -18,31 +18,48 @@ from pathlib import Path
 
 from first_run import ROOT, commit
 
+_LONG = ["--data", "{long}", "--set", "what.global_batch_rows=8"]
+_BLOCK, _NONE, _SELECTIVE = (["--set", f"how.recompute={policy}"] for policy in ("block", "none", "selective"))
+_FULL = ["--method", "full"]
 RECIPES = {
-    "lora none": ["--budget", "3GiB", "--set", "how.recompute=none"],
-    "lora none 256": ["--budget", "3GiB", "--set", "how.recompute=none", "--set", "how.micro_batch_tokens=256"],
-    "lora block": ["--budget", "3GiB", "--set", "how.recompute=block"],
-    "lora block 128": ["--budget", "3GiB", "--set", "how.recompute=block", "--set", "how.micro_batch_tokens=128"],
     "lora in 1200MiB": ["--budget", "1200MiB"],
     "lora in 1500MiB": ["--budget", "1500MiB"],
     "lora in 1800MiB": ["--budget", "1800MiB"],
+    "lora in 3GiB": ["--budget", "3GiB"],
+    "lora block": ["--budget", "3GiB", *_BLOCK],
+    "lora selective": ["--budget", "3GiB", *_SELECTIVE],
+    "lora none 256": ["--budget", "3GiB", *_NONE, "--set", "how.micro_batch_tokens=256"],
+    "lora selective 512": ["--budget", "3GiB", *_SELECTIVE, "--set", "how.micro_batch_tokens=512"],
+    "lora block 128": ["--budget", "3GiB", *_BLOCK, "--set", "how.micro_batch_tokens=128"],
     "lora r32 all-linear, dropout": [
-        "--budget", "3GiB", "--set", "what.lora.r=32", "--set", "what.lora.target_modules=all-linear", "--set",
+        "--budget", "4GiB", "--set", "what.lora.r=32", "--set", "what.lora.target_modules=all-linear", "--set",
         "what.lora.lora_dropout=0.1",
     ],
+    "lora r32 all-linear, selective": [
+        "--budget", "4GiB", *_SELECTIVE, "--set", "what.lora.r=32", "--set", "what.lora.target_modules=all-linear",
+    ],
     "lora bf16": ["--budget", "2GiB", "--set", "what.base=bf16"],
-    "lora bf16 block": ["--budget", "2GiB", "--set", "what.base=bf16", "--set", "how.recompute=block"],
+    "lora bf16 block": ["--budget", "2GiB", "--set", "what.base=bf16", *_BLOCK],
+    "lora int4": ["--budget", "2GiB", "--set", "what.base=int4"],
+    "lora int4 block in 1GiB": ["--budget", "1GiB", "--set", "what.base=int4"],
     "lora, 77 intents": ["--budget", "2GiB", "--data", "banking77"],
-    "lora, long rows": ["--budget", "3GiB", "--data", "{long}", "--set", "what.global_batch_rows=4"],
-    "lora, long rows, block": ["--budget", "3GiB", "--data", "{long}", "--set", "what.global_batch_rows=8", "--set", "how.recompute=block"],
-    "full block": ["--budget", "4GiB", "--method", "full", "--set", "how.recompute=block"],
-    "full none": ["--budget", "4GiB", "--method", "full", "--set", "how.recompute=none"],
+    "lora, 77 intents, large chunks": ["--budget", "3GiB", "--data", "banking77", "--set", "how.loss_chunk_tokens=1024"],
+    "lora, long rows": ["--budget", "4GiB", *_LONG, *_NONE],
+    "lora, long rows, selective": ["--budget", "3GiB", *_LONG, *_SELECTIVE],
+    "lora, long rows, block": ["--budget", "3GiB", *_LONG, *_BLOCK],
+    "lora, long rows in 6GiB": ["--budget", "6GiB", *_LONG],
+    "full in 3GiB": ["--budget", "3GiB", *_FULL],
+    "full none": ["--budget", "5GiB", *_FULL, *_NONE],
+    "full selective": ["--budget", "4GiB", *_FULL, *_SELECTIVE],
+    "full block, 8 bits": ["--budget", "3GiB", *_FULL, *_BLOCK, "--set", "how.optimizer=adamw_8bit"],
+    "full in 2GiB": ["--budget", "2GiB", *_FULL],
+    "full bf16": ["--budget", "4GiB", *_FULL, "--set", "what.precision=bf16"],
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--docs", action="store_true")
     arguments = parser.parse_args()
     steps = arguments.steps
@@ -62,8 +79,11 @@ def main() -> None:
                 print(f"{name:<30} {row['error']}")
                 continue
             off.append(row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1)
+            speed = row["predicted_tokens_per_second"] / row["tokens_per_second"] - 1
             print(
                 f"{name:<30} {row['predicted_peak_bytes'] >> 20:>5} {row['measured_peak_bytes'] >> 20:>5} MiB {off[-1]:+7.1%}"
+                f"   {row['predicted_tokens_per_second']:>5.0f} {row['tokens_per_second']:>5.0f} tokens/s {speed:+5.0%}",
+                flush=True,
             )
     print(
         f"median error {statistics.median(map(abs, off)):.1%}, worst {max(off, key=abs):+.1%}, lowest {min(off):+.1%}"
@@ -74,22 +94,29 @@ def write_docs() -> None:
     rows = [json.loads(line) for line in (ROOT / "results/plan_accuracy.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
     lines = [
-        f"Commit {rows[-1]['commit']}, {rows[-1]['date']}, {next(r['device'] for r in rows if 'device' in r)}; 3 steps, peaks in MiB.",
-        "", "| recipe | recompute, micro-batch | predicted | measured | off |", "|---|---|---|---|---|",
+        f"Commit {rows[-1]['commit']}, {rows[-1]['date']}, {next(r['device'] for r in rows if 'device' in r)}; 4 steps, peaks in MiB.",
+        "", "| recipe | recompute, micro-batch, optimiser | predicted | measured | off | predicted tokens/s | measured | off |",
+        "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    off = []
+    off, speed_off = [], []
     for row in rows:
         if "error" in row:
-            lines.append(f"| {row['recipe']} | | | | {row['error'][:120]} |")
+            lines.append(f"| {row['recipe']} | | | | {row['error'][:120]} | | | |")
             continue
         how, predicted, measured = row["how"], row["predicted_peak_bytes"], row["measured_peak_bytes"]
         off.append(predicted / measured - 1)
-        way = f"{how['recompute']}, {how['micro_batch_tokens']}"
-        lines.append(f"| {row['recipe']} | {way} | {predicted >> 20} | {measured >> 20} | {off[-1]:+.1%} |")
-    lines += [
-        "",
-        f"Median error {statistics.median(map(abs, off)):.1%}, highest {max(off):+.1%}, lowest {min(off):+.1%}.",
-    ]
+        told, real = row["predicted_tokens_per_second"], row["tokens_per_second"]
+        speed_off.append(told / real - 1)
+        way = f"{how['recompute']}, {how['micro_batch_tokens']}, {how['optimizer']}"
+        lines.append(
+            f"| {row['recipe']} | {way} | {predicted >> 20} | {measured >> 20} | {off[-1]:+.1%} | {told:.0f} | {real:.0f} | "
+            f"{speed_off[-1]:+.0%} |"
+        )
+    for name, values in (("Peak", off), ("Speed", speed_off)):
+        lines += [
+            "",
+            f"{name}: median error {statistics.median(map(abs, values)):.1%}, highest {max(values):+.1%}, lowest {min(values):+.1%}.",
+        ]
     page = ROOT / "docs/memory.md"
     block = "<!-- made by bench/plan_accuracy.py --docs -->\n" + "\n".join(lines) + "\n<!-- end -->"
     text = re.sub(
@@ -113,6 +140,7 @@ def measure(name: str, flags: list[str], steps: int, output: Path) -> dict:
         "measured_peak_bytes",
         "budget_bytes",
         "tokens_per_second",
+        "predicted_tokens_per_second",
     )
     return {"recipe": name, **{key: report[key] for key in kept}}
 

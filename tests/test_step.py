@@ -19,7 +19,8 @@ from snugtune.data.pack import collate
 from snugtune.memory.precision import LossScale
 from snugtune.models import load
 from snugtune.planner import simulate
-from snugtune.planner.simulate import LiveBytes, Profile, Work
+from snugtune.planner.live import LiveBytes
+from snugtune.planner.simulate import Profile, Work
 from snugtune.recipe import Recipe
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -200,7 +201,7 @@ def _replay(
     """The simulation's own script on real tensors."""
     with monkeypatch.context() as patch:
         patch.setattr(simulate, "FakeTensorMode", _real_tensors)
-        return simulate.simulate_whole(recipe, config, work, dtype=dtype)
+        return simulate.simulate_whole(recipe, config, work, simulate.Means(dtype))
 
 
 TREE = [(10, 2), (11, 12, 2)]
@@ -223,7 +224,7 @@ def test_simulated_peaks_are_those_of_real_tensors(
     method: str, recompute: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     recipe = tiny.recipe(what=METHODS[method], how={"recompute": recompute, "loss_chunk_tokens": 16})
-    simulated = simulate.simulate_whole(recipe, tiny.config("llama"), WORK, dtype=dtype)
+    simulated = simulate.simulate_whole(recipe, tiny.config("llama"), WORK, simulate.Means(dtype))
     real = _replay(recipe, tiny.config("llama"), WORK, monkeypatch, dtype)
     assert simulated == real
     assert simulated.weights == _weights_bytes("llama", dtype)
@@ -239,7 +240,7 @@ def test_simulated_peaks_are_those_of_real_tensors_in_other_families(name: str, 
     targets = ["c_attn"] if name == "gpt2" else ["q_proj"]
     recipe = tiny.recipe(what={"lora": {"target_modules": targets}}, how={"recompute": "block"})
     config = tiny.config(name)
-    simulated = simulate.simulate_whole(recipe, config, WORK, dtype=torch.float32)
+    simulated = simulate.simulate_whole(recipe, config, WORK, simulate.Means(torch.float32))
     assert simulated == _replay(recipe, config, WORK, monkeypatch, torch.float32)
 
 
@@ -249,8 +250,8 @@ def test_two_and_three_blocks_tell_the_rest(method: str, recompute: str):
     recipe = tiny.recipe(what=METHODS[method], how={"recompute": recompute})
     config = tiny.config("llama", num_hidden_layers=5)
     work = Work(WORK.micro_batches[:1], WORK.eval_batches[1:], WORK.eval_capacity)
-    told = simulate.simulate(recipe, config, work, dtype=torch.float32)
-    whole = simulate.simulate_whole(recipe, config, work, dtype=torch.float32)
+    told = simulate.simulate(recipe, config, work, simulate.Means(torch.float32))
+    whole = simulate.simulate_whole(recipe, config, work, simulate.Means(torch.float32))
     for part in ("weights", "gradient", "update", "evaluate", "kept"):
         tiny.assert_close(getattr(told, part), getattr(whole, part), within=0.01, name=f"{method}, {recompute}: {part}")
 
@@ -259,7 +260,7 @@ def test_recompute_lowers_the_simulated_peak_and_nothing_else():
     config = tiny.config("llama", num_hidden_layers=3)
     none, block = (
         simulate.simulate_whole(
-            tiny.recipe(what=METHODS["lora"], how={"recompute": r}), config, WORK, dtype=torch.float32
+            tiny.recipe(what=METHODS["lora"], how={"recompute": r}), config, WORK, simulate.Means(torch.float32)
         )
         for r in ("none", "block")
     )
@@ -271,7 +272,7 @@ def test_the_peak_has_the_optimisers_state_beside_the_gradients():
     """Two moments in float32 and a step count for each tensor, from the second step on."""
     row = tuple(tiny.rows([2]))
     profile = simulate.simulate_whole(
-        tiny.recipe(what=METHODS["full"]), tiny.config("llama"), Work((row,), (row,), 10), dtype=torch.float32
+        tiny.recipe(what=METHODS["full"]), tiny.config("llama"), Work((row,), (row,), 10), simulate.Means(torch.float32)
     )
     parameters = list(tiny.model("llama").parameters())
     trained, tensors = sum(p.nbytes for p in parameters), len(parameters)

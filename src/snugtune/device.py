@@ -10,36 +10,42 @@ import ctypes
 import os
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
+from snugtune import cards
+from snugtune.cards import DeviceSpec
 from snugtune.errors import RecipeError
 from snugtune.units import MIB
 
-Kind = Literal["cpu", "cuda"]
+CUDA_CONTEXT_BYTES = 512 * MIB
+"""What a process holds on a card before its first tensor. Published figures, none of them measured by us: 274 MiB
+(pytorch#86509, lazy loading of kernels), about 300 MB and 400 MB (pytorch#107667 and #109888), 256 MiB (RTX 3090, CUDA
+12.8, InvokeAI#9413), 426 MiB (RTX 6000 Ada, CUDA 13.0, unsloth-zoo#1053). It grows by each kernel that is loaded, for which
+the rest is left. With a card at hand, measure it instead."""
 _PRELOADED = "SNUGTUNE_ALLOCATOR"
 _WALL_SLACK_BYTES = 24 * MIB
 """Pages of libraries that are read in after the wall stands (measured: 11 to 20 MiB)."""
 
 
-@dataclass(frozen=True)
-class DeviceSpec:
-    """What a plan needs to know about a device."""
+def find(name: str) -> DeviceSpec:
+    """The device that a recipe names: auto, cpu or cuda for the one at hand, or a card of the table.
 
-    kind: Kind
-    name: str
-    memory_bytes: int
-    has_bf16: bool
-    """Whether products in bf16 are the faster choice there."""
+    Raises:
+        RecipeError: for a name that is neither, or cuda where there is none.
+    """
+    return detect(name) if is_at_hand(name) else cards.find(name)
 
 
-def detect(kind: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceSpec:
+def detect(kind: str = "auto") -> DeviceSpec:
     """The device that a run would use. Raises RecipeError where cuda is asked for and there is none."""
     import torch
 
+    # Read when CUDA is first used. Segments that grow in place leave nearly no gaps; the plan's model assumes them.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     available = torch.cuda.is_available()
     if kind == "cuda" and not available:
         raise RecipeError("device cuda was asked for, but torch sees no CUDA device here; set device=cpu")
@@ -47,7 +53,14 @@ def detect(kind: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceSpec:
         # fp32 products are about 1.8 times as fast as bf16 ones on the CPUs that we measured, whatever the flags say.
         return DeviceSpec("cpu", _cpu_name(), psutil.virtual_memory().total, has_bf16=False)
     facts = torch.cuda.get_device_properties(0)
-    return DeviceSpec("cuda", facts.name, facts.total_memory, has_bf16=torch.cuda.is_bf16_supported())
+    try:
+        known = cards.find(facts.name)
+    except RecipeError:  # a card that the table does not have is run and planned, but its speed is not known
+        known = DeviceSpec("cuda", facts.name, facts.total_memory, has_bf16=False)
+    return replace(
+        known, name=facts.name, memory_bytes=facts.total_memory, compute_capability=(facts.major, facts.minor),
+        has_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+    )  # fmt: skip
 
 
 def _cpu_name() -> str:
@@ -59,12 +72,19 @@ def _cpu_name() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
+def is_at_hand(name: str) -> bool:
+    """Whether a recipe's device means the one of this machine, and not a card to plan for."""
+    return name in ("auto", "cpu", "cuda")
+
+
 def free_bytes(spec: DeviceSpec) -> int:
-    """Memory that a run could take now."""
+    """Memory that a run could take now; of a card that is not at hand, all of it."""
     if spec.kind == "cuda":
         import torch
 
-        return torch.cuda.mem_get_info()[0]
+        if torch.cuda.is_available() and torch.cuda.get_device_name(0) == spec.name:
+            return torch.cuda.mem_get_info()[0]
+        return spec.memory_bytes
     return psutil.virtual_memory().available
 
 
@@ -88,11 +108,12 @@ def resident_bytes() -> int:
 
 
 def peak_bytes(spec: DeviceSpec) -> int:
-    """The most that was in use since the start: of the process on a CPU, of the allocator on CUDA."""
+    """The most that was in use since the start: of the process on a CPU; on CUDA what the allocator held, and the context."""
     if spec.kind == "cuda":
         import torch
 
-        return torch.cuda.max_memory_reserved()
+        # The context is what the plan takes for it: torch cannot tell one process's share from the card's other users.
+        return torch.cuda.max_memory_reserved() + CUDA_CONTEXT_BYTES
     found = _status("VmHWM")
     if found is not None:
         return found
@@ -110,7 +131,8 @@ def set_wall(spec: DeviceSpec, budget_bytes: int) -> None:
     if spec.kind == "cuda":
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / spec.memory_bytes))
+        allocator_bytes = max(budget_bytes - CUDA_CONTEXT_BYTES, 0)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allocator_bytes / spec.memory_bytes))
         return
     libraries, private, resident = _status("RssFile"), _status("VmData"), _status("RssAnon")
     if libraries is None or private is None or resident is None:
@@ -119,6 +141,11 @@ def set_wall(spec: DeviceSpec, budget_bytes: int) -> None:
     soft = max(budget_bytes - libraries - _WALL_SLACK_BYTES + untouched, private)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def has_wall() -> bool:
+    """Whether `set_wall` can hold a CPU run here: Linux counts what the limit needs."""
+    return _status("VmData") is not None
 
 
 def take_down_wall(spec: DeviceSpec) -> None:
@@ -136,8 +163,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that an allocation was refused, on any device."""
     if isinstance(error, MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text.lower())
+    text = str(error).lower()
+    words = ("can't allocate memory", "cannot allocate memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
 
 
 # --- the allocator ---------------------------------------------------------------------------------------------------
@@ -149,15 +177,28 @@ class Allocator:
 
     name: Literal["mimalloc", "system"]
     overhead: float
-    """Resident over live bytes, for what a step allocates."""
+    """Resident over live bytes, for what comes and goes."""
+    fragment_share: float
+    """Besides, freed pieces between small blocks: this share of what comes and goes ..."""
+    fragment_bytes: int
+    """... up to so much: large tensors are mapped on their own and leave none."""
     reserve_bytes: int
     """What it maps besides, untouched: the wall counts it, so that a plan must leave it free."""
     reserve_share: float
     """And so much more of it for each byte that comes and goes: addresses that are free but stay mapped."""
 
+    def resident_bytes(self, changing_bytes: int) -> int:
+        """What so many live bytes that come and go make of the process."""
+        return round(changing_bytes * self.overhead + min(changing_bytes * self.fragment_share, self.fragment_bytes))
 
-_MIMALLOC = Allocator("mimalloc", overhead=1.08, reserve_bytes=64 * MIB, reserve_share=0.1)
-_SYSTEM = Allocator("system", overhead=1.75, reserve_bytes=64 * MIB, reserve_share=0.1)
+
+_MIMALLOC = Allocator(
+    "mimalloc", overhead=1.04, fragment_share=0.16, fragment_bytes=64 * MIB, reserve_bytes=64 * MIB, reserve_share=0.1
+)
+"""From runs of the demo model whose changing bytes were 100 to 2,500 MiB (docs/LOG.md)."""
+_SYSTEM = Allocator(
+    "system", overhead=1.75, fragment_share=0.0, fragment_bytes=0, reserve_bytes=64 * MIB, reserve_share=0.1
+)
 """glibc keeps freed blocks of a step in fragments: 1.6 to 1.75 times what is alive (measured on the demo model)."""
 
 
@@ -168,6 +209,10 @@ def allocator() -> Allocator:
 
 def release_free_memory() -> None:
     """Give freed memory back between phases, so that the peak of one does not stand under the next."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     name, argument = ("mi_collect", True) if allocator() is _MIMALLOC else ("malloc_trim", 0)
     try:
         function = getattr(ctypes.CDLL(None), name)

@@ -19,6 +19,9 @@ from snugtune.errors import RecipeError, nearest
 from snugtune.units import MIB, parse_bytes
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Base = Literal["auto", "fp32", "bf16", "fp16", "int4"]
+Recompute = Literal["none", "selective", "block"]
+Optimizer = Literal["adamw", "adamw_host", "adamw_8bit"]
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 
@@ -70,8 +73,8 @@ class What(Section):
     """The half that decides the result. The planner never touches it."""
 
     method: Literal["lora", "full"] = "lora"
-    base: Precision = "auto"
-    """How the frozen base is stored; auto is the compute precision."""
+    base: Base = "auto"
+    """How the frozen base is stored; auto is the compute precision, and int4 where no way with that fits the budget."""
     precision: Precision = "auto"
     """What forward and backward compute in; auto is bf16 on a GPU that has it and fp32 on a CPU."""
     lora: Lora = Lora()
@@ -96,10 +99,12 @@ class How(Section):
 
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Most tokens of one forward; a single longer row is a micro-batch of its own."""
-    recompute: Literal["none", "block"] | None = None
-    """Activation checkpointing: keep everything, or only the input of each block."""
+    recompute: Recompute | None = None
+    """Activation checkpointing: keep everything, all but the inside of the MLPs, or only the input of each block."""
     loss_chunk_tokens: int | None = Field(None, ge=1)
     """Label tokens whose logits exist at one time."""
+    optimizer: Optimizer | None = None
+    """Where AdamW keeps its moments: in float32 on the device or in host memory, or in 8 bits on the device."""
 
 
 def _how(value: Any) -> Any:
@@ -117,7 +122,8 @@ class Recipe(Section):
     """How many held-out rows are scored; auto is at most 200, and of data without its own held-out rows at most a tenth."""
     budget: Size = "auto"
     """Bytes of device memory that may be in use: the whole process on a CPU, the allocator on a GPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
+    """auto, cpu or cuda; `plan` also takes the name of a card (a100-80gb), at hand or not."""
     what: What = What()
     how: Annotated[How, BeforeValidator(_how)] = How()
     output: str = "runs/demo"
@@ -147,9 +153,16 @@ def check(tree: Mapping[str, Any]) -> Recipe:
         raise RecipeError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
 
 
-def dump(recipe: Recipe) -> str:
-    """The recipe as YAML, keys in their own order, every default written out."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
+    """The recipe as YAML, keys in their own order, every default written out; `comments` by whole key (how.recompute)."""
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1 << 16)
+    lines, path = [], list[str]()
+    for line in text.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = [*path[:depth], line.strip().partition(":")[0]]
+        comment = (comments or {}).get(".".join(path))
+        lines.append(f"{line}  # {comment}" if comment else line)
+    return "\n".join(lines) + "\n"
 
 
 def _read(path: str | Path) -> dict[str, Any]:

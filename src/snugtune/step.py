@@ -3,7 +3,8 @@
 Nothing here may depend on the value of a tensor: no `.item()`, no branch on data. What must look at a value (is the
 gradient finite?) is done by the caller between `forward_backward` and `update`.
 
-Order of application, written here once: freeze -> adapters -> recompute -> optimiser.
+Order of application, written here once: freeze -> adapters, or 16-bit compute over float32 weights -> recompute ->
+optimiser.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from transformers import PreTrainedModel
 from snugtune.adapters import lora
 from snugtune.data.choices import TreeBatch
 from snugtune.data.pack import MicroBatch
-from snugtune.memory import recompute
+from snugtune.memory import master, optimizers, recompute
 from snugtune.memory.chunked_loss import Head, chunked_loss, token_log_probs
 from snugtune.models.blocks import anatomy
-from snugtune.recipe import Recipe
-from snugtune.units import MIB
+from snugtune.models.load import DTYPES
+from snugtune.recipe import Recipe, What
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
-SHARD_BYTES = 500 * MIB
-"""Weights of a fully trained model go into files of this size."""
 DEFAULT_CHUNK_TOKENS = 256
 """Label tokens whose logits exist at one time: 48 MiB in float32 at a vocabulary of 49,152."""
 
@@ -102,9 +101,10 @@ class Step(Scorer):
         decay = [p for p in self.trainable if p.ndim > 1]
         plain = [p for p in self.trainable if p.ndim <= 1]  # norms and biases are not decayed
         groups = [{"params": decay, "weight_decay": recipe.what.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=recipe.what.learning_rate, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True
-        )
+        self.optimizer = optimizers.make(
+            recipe.how.optimizer or "adamw", [g for g in groups if g["params"]], lr=recipe.what.learning_rate,
+            betas=ADAM_BETAS, eps=ADAM_EPS,
+        )  # fmt: skip
 
     def forward_backward(self, batch: MicroBatch, *, label_tokens: int, loss_scale: float = 1.0) -> Tensor:
         """Add this micro-batch's part of the gradient; return its summed token loss (detached, unscaled).
@@ -115,6 +115,16 @@ class Step(Scorer):
         loss = self._loss(batch)
         (loss * (loss_scale / label_tokens)).backward()
         return loss.detach()
+
+    @property
+    def on_host(self) -> list[Tensor]:
+        """Tensors that are kept in the host's memory, whatever the device is."""
+        return self.optimizer.host_tensors() if isinstance(self.optimizer, optimizers.HostAdamW) else []
+
+    @property
+    def update_transient_bytes(self) -> int:
+        """What the optimiser holds for a moment where a recording does not see it."""
+        return getattr(self.optimizer, "transient_bytes", 0)
 
     def without_gradient(self) -> list[str]:
         """Names of trainable tensors that no gradient has reached."""
@@ -152,17 +162,23 @@ def build(recipe: Recipe, model: PreTrainedModel) -> Step:
         RecipeError: for a target module that does not exist.
     """
     _METHODS[recipe.what.method](model, recipe)
-    if recipe.how.recompute == "block":
-        recompute.apply(anatomy(model).blocks, random=draws_random_numbers(model, recipe))
+    again = recompute.modules_of(anatomy(model), recipe.how.recompute)
+    recompute.apply(again, random=draws_random_numbers(model, recipe))
     return Step(model.train(), recipe)
+
+
+def stored_dtype(what: What, compute: torch.dtype) -> torch.dtype:
+    """What the model's weights are loaded as; of an int4 base, those that stay whole (embeddings, norms, head)."""
+    return torch.float32 if what.method == "full" else DTYPES.get(what.base, compute)
 
 
 def _train_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
     lora.apply(model, recipe.what.lora)
 
 
-def _train_everything(model: PreTrainedModel, _: Recipe) -> None:
+def _train_everything(model: PreTrainedModel, recipe: Recipe) -> None:
     model.requires_grad_()
+    master.apply(model, DTYPES.get(recipe.what.precision, torch.float32))
 
 
 _METHODS: dict[str, Callable[[PreTrainedModel, Recipe], None]] = {"lora": _train_adapters, "full": _train_everything}

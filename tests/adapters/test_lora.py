@@ -18,6 +18,8 @@ from snugtune import step
 from snugtune.adapters import lora, save
 from snugtune.data.pack import collate
 from snugtune.errors import ModelError, RecipeError
+from snugtune.kernels.int4 import Int4Linear
+from snugtune.models import load
 from snugtune.recipe import Lora
 
 FAMILIES = {
@@ -358,3 +360,89 @@ def test_adapters_of_a_half_precision_base_are_float32_in_the_model_and_on_disk(
     _save(model, cfg, tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+
+
+# --- over a base in 4 bits -------------------------------------------------------------------------------------------
+
+
+def _unpacked(model: nn.Module) -> nn.Module:
+    """The same model with plain linear layers that hold the weights which the packed ones stand for."""
+    for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, Int4Linear)]:
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        plain.weight.data, plain.bias = layer.dense(torch.float32), layer.bias
+        model.set_submodule(name, plain.requires_grad_(False))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_over_4_bits_as_over_a_plain_linear_with_the_same_weight(dtype: torch.dtype, dropout: float, bias: bool):
+    torch.manual_seed(0)
+    packed = Int4Linear.from_linear(nn.Linear(64, 24, bias=bias, dtype=dtype), group=32)
+    plain = nn.Linear(64, 24, bias=bias, dtype=dtype)
+    plain.weight.data = packed.dense(dtype)
+    plain.bias = packed.bias
+    x, dy, results = torch.randn(2, 5, 64, dtype=dtype), torch.randn(2, 5, 24, dtype=dtype), []
+    for base in (packed, plain):
+        torch.manual_seed(1)
+        layer = lora.LoraLinear(base, r=3, alpha=6, dropout=dropout).train()
+        nn.init.normal_(layer.lora_B)
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf)
+        results.append([out.detach(), *torch.autograd.grad(out, [leaf, layer.lora_A, layer.lora_B], dy)])
+    for got, expected, name in zip(*results, ("output", "input", "A", "B"), strict=True):
+        assert torch.equal(got, expected), f"{name} differs"
+
+
+def test_over_4_bits_nothing_but_the_input_is_kept():
+    packed = Int4Linear.from_linear(nn.Linear(64, 24), group=32)
+    layer = lora.LoraLinear(packed, r=3, alpha=6, dropout=0.0)
+    x = torch.randn(2, 17, 64, requires_grad=True)
+    assert list(_kept(lambda: layer(x), _storages(layer))) == [x.untyped_storage().data_ptr()]
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("llama", ["q_proj", "v_proj"]), ("llama", "all-linear"), ("qwen2", "all-linear"), ("gpt2", ["c_attn"]), ("gpt2", "all-linear")],
+)  # fmt: skip
+def test_a_step_over_4_bits_is_one_over_the_weights_that_they_stand_for(name: str, targets: Any, recompute: str):
+    recipe = tiny.recipe(what={"lora": {"r": 3, "target_modules": targets}}, how={"recompute": recompute})
+    batch = collate(tiny.rows([9, 5, 14]))
+    results = []
+    for prepare in (lambda model: model, _unpacked):
+        model = tiny.model(name)
+        load.pack_linears(model)
+        torch.manual_seed(3)
+        built = step.build(recipe, prepare(model))
+        _drawn(model)
+        loss = built.forward_backward(batch, label_tokens=10)
+        assert not built.without_gradient()
+        results.append({"loss": loss} | {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    packed, plain = results
+    assert packed.keys() == plain.keys()
+    for key, value in packed.items():
+        tiny.assert_close(value, plain[key], within=1e-5, name=key)
+
+
+def test_the_same_layers_are_targets_over_4_bits():
+    for name in ("llama", "gpt2"):
+        plain, packed = tiny.model(name), tiny.model(name)
+        load.pack_linears(packed)
+        for cfg in (Lora(target_modules="all-linear"), Lora(target_modules=FAMILIES[name])):
+            assert lora.targets(packed, cfg) == lora.targets(plain, cfg)
+
+
+def test_an_adapter_trained_over_4_bits_loads_in_peft(tmp_path: Path):
+    cfg = Lora(r=3, lora_alpha=7, target_modules="all-linear")
+    packed = tiny.model("gpt2", attn="eager")
+    load.pack_linears(packed)
+    lora.apply(packed, cfg)
+    _drawn(packed)
+    _save(packed, cfg, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"] is True
+    base = tiny.model("gpt2", attn="eager")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ours = _ours("gpt2", cfg)  # the same adapters over the unrounded base
+    tiny.assert_close(_logits(theirs), _logits(ours), within=1e-5, name="logits in PEFT")

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 from snugtune import cli
 
@@ -118,12 +120,14 @@ def test_a_folder_with_only_a_config_is_planned(run, model_folder, tmp_path):
     plan = json.loads(out)
     assert plan["fits"] and plan["worst_micro_batch"]["tokens"] == 210
     assert plan["peak_bytes"] == max(phase["peak_bytes"] for phase in plan["phases"].values()) > 0
-    assert {"load", "step", "evaluate", "save"} <= plan["phases"].keys()
+    assert set(plan["phases"]) == {"load", "step", "evaluate", "save", "merge"}
+    assert plan["tokens_per_second"] == plan["ladder"][0]["tokens_per_second"] > 0
+    assert plan["recipe"] == plan["ladder"][0]["recipe"]
     (tmp_path / "lengths.txt").write_text("20\n" * 8 + "50\n")
     _, again, _ = run(*command, tmp_path / "lengths.txt", "--json")
     assert json.loads(again)["worst_micro_batch"] == plan["worst_micro_batch"]
     code, out, _ = run(*command, "20x8")
-    assert code == 0 and "->" in out and "needs" in out
+    assert code == 0 and "The ladder" in out and "needs" in out
     for wrong in ("20y8", "1x4", "", "nowhere.txt"):
         assert run(*command, wrong)[0] == 2
     code, _, err = run("plan", "--model", tmp_path, "--budget", "20MiB", "--token-lengths", "20x8")
@@ -139,11 +143,38 @@ def test_train_runs_the_way_that_plan_shows(run, model_folder, rows_file, tmp_pa
     assert planned["recipe"]["how"] == trained["how"]
 
 
+def test_a_card_that_is_not_at_hand_is_planned_for_and_not_trained_on(run, model_folder, tmp_path):
+    written = tmp_path / "planned" / "recipe.yaml"
+    command = ["--model", model_folder, "--budget", "4GiB", "--device", "RTX 4090"]
+    code, out, err = run("plan", *command, "--token-lengths", "20x8", "--write", written, "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["device"]["name"] == "NVIDIA GeForce RTX 4090" and plan["recipe"]["device"] == "cuda"
+    assert plan["peak_bytes"] > 512 << 20, "the context is part of it"
+    text = written.read_text()
+    assert "recompute: none  # everything is kept" in text and yaml.safe_load(text) == plan["recipe"]
+    code, _, err = run("train", *command[:4], "--set", "device=rtx-4090", "--data", "demo")
+    assert code == 2 and "rtx-4090" in err
+    code, _, err = run("plan", *command[:5], "rtx-4091", "--token-lengths", "20x8")
+    assert code == 2 and "rtx-4090" in err, "the nearest card is named"
+
+
+def test_the_doctor_tells_what_is_here(run):
+    code, out, err = run("doctor", "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert {"devices", "torch", "matmul_flops", "memory_bandwidth", "warnings"} <= facts.keys()
+    assert facts["devices"][0]["memory_bytes"] > 0 and facts["torch"] == torch.__version__
+    assert facts["matmul_flops"]["fp32"] > 1e9 and facts["memory_bandwidth"] > 1e8
+    code, out, _ = run("doctor")
+    assert code == 0 and "GFLOP/s" in out and "GB/s" in out
+
+
 def test_every_command_in_the_readme_exists(run):
     commands = [
         line.strip().removeprefix("$ ").split("#")[0].split()
         for line in (ROOT / "README.md").read_text().splitlines()
-        if line.strip().removeprefix("$ ").startswith(("snugtune train", "snugtune evaluate", "snugtune plan"))
+        if line.strip().removeprefix("$ ").startswith("snugtune ")
     ]
     assert commands
     for command in commands:

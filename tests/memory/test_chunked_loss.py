@@ -87,6 +87,26 @@ def test_half_precision_is_near_and_sums_in_float32(dtype: torch.dtype, softcap:
         tiny.assert_close(mine.float(), theirs.float(), within=2e-2, name=f"{dtype} gradient of {name}")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_float32_head_under_16_bit_hidden_states_computes_as_the_cast_head(dtype: torch.dtype, softcap: float | None):
+    """Loss and hidden states' gradient bit for bit; the head's own gradients arrive in float32."""
+    h_ND, labels_N, cast = _made(60, dtype=dtype, softcap=softcap, scale=0.3)
+    ours = Head(
+        cast.weight_VD.detach().float().requires_grad_(), cast.bias_V.detach().float().requires_grad_(), 0.3, softcap
+    )
+    results = []
+    for head in (ours, cast):
+        loss = chunked_loss(h_ND, labels_N, head, chunk_tokens=7)
+        results.append([loss, *torch.autograd.grad(loss, [h_ND, head.weight_VD, head.bias_V])])
+    (loss, dh_ND, dweight_VD, dbias_V), (cast_loss, cast_dh_ND, cast_dweight_VD, cast_dbias_V) = results
+    assert torch.equal(loss, cast_loss)
+    assert torch.equal(dh_ND, cast_dh_ND)
+    assert dweight_VD.dtype == dbias_V.dtype == torch.float32
+    assert torch.equal(dweight_VD.to(dtype), cast_dweight_VD), "the cast head's gradient is this one, rounded"
+    assert torch.equal(dbias_V.to(dtype), cast_dbias_V)
+
+
 def test_large_logits_neither_overflow_nor_lose_the_loss():
     h_ND, labels_N, head = _made(6)
     big_ND = (h_ND.detach() * 1e4).requires_grad_()
@@ -130,9 +150,9 @@ def test_a_second_backward_through_the_same_loss_is_an_error_and_not_a_wrong_gra
 WIDTH, VOCABULARY = 8, 1000
 
 
-def _peak_bytes(label_tokens: int, chunk: int) -> int:
+def _peak_bytes(label_tokens: int, chunk: int, softcap: float | None = None) -> int:
     """Most bytes alive besides the inputs, forward and backward; the head is frozen."""
-    h_ND, labels_N, head = _made(label_tokens, bias=False, width=WIDTH, vocabulary=VOCABULARY)
+    h_ND, labels_N, head = _made(label_tokens, bias=False, width=WIDTH, vocabulary=VOCABULARY, softcap=softcap)
     head.weight_VD.requires_grad_(False)
     with LiveBytes() as live:
         live.note([h_ND, labels_N, head.weight_VD])
@@ -146,8 +166,27 @@ def test_memory_grows_with_the_chunk_and_not_with_the_label_tokens_times_the_voc
     assert _peak_bytes(400, chunk=10) < 400 * logits_of / 10, "as much as all the logits were alive"
     more_tokens = _peak_bytes(800, chunk=10) - _peak_bytes(400, chunk=10)
     assert more_tokens <= 400 * (WIDTH + 2) * 4, "the peak grew by more than the hidden states' gradient"
-    more_chunk = _peak_bytes(400, chunk=40) - _peak_bytes(400, chunk=20)
-    assert 20 * logits_of <= more_chunk <= 3 * 20 * logits_of
+    for softcap, buffers in ((None, 1), (5.0, 2)):
+        more_chunk = _peak_bytes(400, chunk=40, softcap=softcap) - _peak_bytes(400, chunk=20, softcap=softcap)
+        assert buffers * 20 * logits_of <= more_chunk <= (buffers + 0.1) * 20 * logits_of, f"softcap {softcap}"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_float32_head_costs_one_16_bit_copy_in_the_forward_and_no_second_gradient(trained: bool):
+    h_ND, labels_N, head = _made(40, bias=False, width=64, vocabulary=2000)
+    h_ND = h_ND.detach().bfloat16().requires_grad_()
+    weight = head.weight_VD.requires_grad_(trained)
+    gradient_bytes, chunk_bytes = weight.nbytes * trained, 10 * 2000 * 4
+    with LiveBytes() as live:
+        live.note([h_ND, labels_N, weight])
+        before = live.live_bytes
+        loss = chunked_loss(h_ND, labels_N, head, chunk_tokens=10)
+        more = live.peak_bytes - before - gradient_bytes - h_ND.nbytes
+        assert weight.nbytes / 2 <= more <= weight.nbytes / 2 + 1.6 * chunk_bytes, "copy, and logits in both widths"
+        assert live.live_bytes - before <= gradient_bytes + h_ND.nbytes + 100, "the copy outlives the forward"
+        live.peak_bytes = live.live_bytes
+        torch.autograd.grad(loss, [h_ND, weight] if trained else [h_ND])
+        assert live.peak_bytes - before <= gradient_bytes + h_ND.nbytes + 100
 
 
 # --- inside a model --------------------------------------------------------------------------------------------------
@@ -184,3 +223,12 @@ def test_log_probabilities_of_pairs_are_log_softmax(pairs: list[tuple[int, int]]
     )
     expected = _logits(h_ND, head).log_softmax(-1)[position_M, token_M].detach()
     tiny.assert_close(got, expected, within=1e-5, name="log-probabilities")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probabilities_of_a_float32_head_are_the_cast_heads(dtype: torch.dtype):
+    h_ND, _, cast = _made(9, dtype=dtype, scale=0.7)
+    ours = Head(cast.weight_VD.float(), cast.bias_V.float(), cast.scale)
+    position_M, token_M = torch.tensor([0, 3, 8]), torch.tensor([4, 5, 22])
+    pairs = {"pair_position_M": position_M, "pair_token_M": token_M, "pairs_per_chunk": (2, 1), "chunk_tokens": 5}
+    assert torch.equal(token_log_probs(h_ND, ours, **pairs), token_log_probs(h_ND, cast, **pairs))

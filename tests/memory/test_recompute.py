@@ -12,11 +12,17 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import tiny
+from snugtune.adapters import lora
+from snugtune.data.pack import collate
+from snugtune.kernels import attention
 from snugtune.memory import recompute as module
 from snugtune.memory.recompute import recompute
+from snugtune.models.blocks import anatomy
 from snugtune.planner.simulate import LiveBytes
+from snugtune.step import Scorer
 
 
 class Block(nn.Module):
@@ -332,6 +338,104 @@ def test_apply_gives_a_whole_model_the_same_gradients():
         }
 
     _assert_same(gradients(again=True), gradients(again=False))
+
+
+# --- selective: the MLPs alone ---------------------------------------------------------------------------------------
+
+NAMES = [*tiny.VARIANTS, *tiny.UNLISTED]
+NO_MLP = {"opt"}
+NORMS_AFTER = {"exaone4", "olmo2", "olmo3"}
+"""The MLP's input is the residual stream itself, whose gradient is then summed in another order: not bit-equal."""
+
+
+def _whole_model(name: str, policy: Any, *, what: str = "full", **changes: Any) -> PreTrainedModel:
+    model = tiny.model(name, attn="sdpa" if name in tiny.UNLISTED else attention.NAME, **changes)
+    torch.manual_seed(2)
+    if what == "full":
+        model.requires_grad_(True)
+    else:
+        inside = {m for mlp in anatomy(model).mlps for m in mlp.modules()}
+        targets = [n for n, m in model.named_modules() if m in inside and isinstance(m, lora.Linear)]
+        lora.apply(model, tiny.recipe(what={"lora": {"target_modules": targets, "lora_dropout": 0.2}}).what.lora)
+        for layer in lora.layers(model).values():
+            layer.lora_B.data.normal_(std=0.1)
+    module.apply(module.modules_of(anatomy(model), policy))
+    return model.train()
+
+
+def _model_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    loss = Scorer(model)._loss(collate(tiny.rows([19, 18, 9, 4])))
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients | {"loss": loss.detach(), "random state": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_selective_gives_the_same_gradients_in_every_family(name: str):
+    got, expected = (_model_gradients(_whole_model(name, policy)) for policy in ("selective", "none"))
+    if tiny.config(name).model_type not in NORMS_AFTER:
+        _assert_same(got, expected)
+        return
+    assert torch.equal(got["loss"], expected["loss"])
+    for weight in expected:
+        tiny.assert_close(got[weight], expected[weight], within=1e-5, name=f"{name}: gradient of {weight}")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "glm", "gemma2"])
+def test_selective_repeats_the_dropout_of_adapters_inside_of_the_mlp(name: str):
+    got, expected = (_model_gradients(_whole_model(name, policy, what="lora")) for policy in ("selective", "none"))
+    assert [weight for weight in expected if "mlp" in weight and "lora_A" in weight]
+    _assert_same(got, expected)
+
+
+def test_selective_repeats_the_familys_own_dropout():
+    got, expected = (
+        _model_gradients(_whole_model("gpt2", policy, resid_pdrop=0.3)) for policy in ("selective", "none")
+    )
+    _assert_same(got, expected)
+    plain = _model_gradients(_whole_model("gpt2", "none"))
+    assert not torch.equal(plain["loss"], expected["loss"]), "nothing was dropped"
+
+
+@pytest.mark.parametrize("what", ["full", "lora"])
+@pytest.mark.parametrize("name", sorted(set(NAMES) - NO_MLP - set(tiny.UNLISTED)))
+def test_selective_keeps_less_than_none_and_more_than_block(name: str, what: str):
+    kept = {}
+    for policy in ("none", "selective", "block"):
+        model = _whole_model(name, policy, what=what)
+        batch = collate(tiny.rows([40, 38, 20]))
+        with LiveBytes() as live:
+            live.note([*model.parameters(), *model.buffers()])
+            before = live.live_bytes
+            loss = Scorer(model)._loss(batch)
+            kept[policy] = live.live_bytes - before
+            del loss
+    assert kept["block"] < kept["selective"] < kept["none"], kept
+    inside = 98 * tiny.config(name).to_dict().get("intermediate_size", 128) * 4 * 2
+    assert kept["none"] - kept["selective"] >= inside, f"at least one tensor of the MLP's width for each block: {kept}"
+
+
+def test_a_family_without_recognised_mlps_recomputes_whole_blocks_under_selective():
+    parts = anatomy(tiny.model("opt", attn="sdpa"))
+    assert parts.mlps == ()
+    assert list(module.modules_of(parts, "selective")) == list(parts.blocks)
+    assert list(module.modules_of(parts, None)) == list(module.modules_of(parts, "none")) == []
+
+
+def test_every_other_family_names_one_mlp_for_each_block():
+    for name in NAMES:
+        parts = anatomy(tiny.model(name, attn="eager"))
+        if name in NO_MLP:
+            continue
+        assert len(parts.mlps) == len(parts.blocks) == 2, name
+        for mlp, block in zip(parts.mlps, parts.blocks, strict=True):
+            inside = {id(p) for p in mlp.parameters()}
+            assert inside and inside < {id(p) for p in block.parameters()}, name
+            assert not [n for n, _ in mlp.named_modules() if "attn" in n or "norm" in n], name
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _bytes_kept(blocks: Sequence[nn.Module], run: Runs, rows: int) -> int:

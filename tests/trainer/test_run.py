@@ -157,10 +157,48 @@ def test_a_budget_that_cannot_hold_it_names_one_that_can(recipe, tmp_path):
 
 def test_wishes_that_cannot_be_run_rightly_are_refused_before_loading(recipe, monkeypatch):
     monkeypatch.setattr(load, "load_model", lambda *a, **k: pytest.fail("weights were loaded"))
-    for wish in ("what.base=bf16", "what.method=full what.precision=bf16", "what.lora.target_modules=[nowhere]"):
+    wishes = (
+        "what.base=bf16",
+        "what.method=full what.base=bf16",
+        "what.lora.target_modules=[nowhere]",
+        "how.optimizer=adamw_host",
+    )
+    for wish in wishes:
         overrides = wish.split() + (["what.precision=fp32"] if wish == "what.base=bf16" else [])
         with pytest.raises(InputError):
             api.train(recipe(*overrides))
+
+
+def test_a_run_over_an_int4_base_is_scored_over_that_base_again(recipe, tmp_path, rows_file):
+    report = api.train(recipe("what.base=int4", "what.max_steps=6"))
+    assert report.loss_last < report.loss_first
+    again = api.evaluate(str(tmp_path / "run"), str(rows_file), budget=4 << 30)
+    moved = api.evaluate(str((tmp_path / "run" / "adapter").rename(tmp_path / "moved")), str(rows_file), budget=4 << 30)
+    assert again.loss == moved.loss, "an adapter that was moved still knows its base's storage"
+    source = load.resolve(str(tmp_path / "moved"))
+    assert source.int4
+    own = json.loads((tmp_path / "moved" / "snugtune.json").read_text())
+    (tmp_path / "moved" / "snugtune.json").write_text(json.dumps(own | {"int4": False}))
+    assert api.evaluate(str(tmp_path / "moved"), str(rows_file), budget=4 << 30).loss != again.loss
+
+
+@pytest.mark.parametrize(
+    "choice", ["how.optimizer=adamw_8bit", "what.precision=bf16", "what.precision=fp16", "how.recompute=selective"]
+)
+def test_full_fine_tuning_learns_in_every_way(recipe, tmp_path, choice):
+    report = api.train(recipe("what.method=full", "what.max_steps=8", "what.learning_rate=1e-3", choice))
+    assert report.loss_last < report.loss_first
+    saved = load.load_model(load.resolve(str(tmp_path / "run")), dtype=torch.float32)
+    assert all(p.dtype == torch.float32 for p in saved.parameters())
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "float32", "as the weights are stored"
+
+
+def test_the_report_holds_predicted_beside_measured_speed(recipe, tmp_path):
+    report = api.train(recipe("what.max_steps=3"))
+    assert report.predicted_tokens_per_second > 0 and report.tokens_per_second > 0
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["tokens_per_second"] == report.predicted_tokens_per_second
 
 
 def test_fp16_runs_with_a_loss_scale_and_float32_adapters(recipe, tmp_path):

@@ -5,7 +5,7 @@
 The linear is one autograd function. It keeps its input once, in the model's dtype, and nothing else of the micro-batch's
 size: x A^T is r wide and is computed again in backward, and the frozen weight's product needs no input. q and v of one
 block share the tensor that they keep. A and B are float32 whatever the base is stored in; they are cast for the product
-and updated in float32.
+and updated in float32. A base in 4 bits is unpacked for its product, and again for the one in backward.
 
 Shapes: T tokens (all leading dimensions), K input width, N output width, r rank.
 """
@@ -23,27 +23,30 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from snugtune.errors import RecipeError
+from snugtune.kernels.int4 import Int4Linear
 from snugtune.recipe import Lora
 
-Linear = nn.Linear | Conv1D
+Linear = nn.Linear | Conv1D | Int4Linear
 """Conv1D is GPT-2's linear: the same product with its weight stored [K, N]."""
 
 
 class _LoraFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None,
+        ctx: Any, x: Tensor, weight_NK: Tensor | Int4Linear, bias_N: Tensor | None,
         a_rK: Tensor, b_Nr: Tensor, scale: float, dropout: float,
     ) -> Tensor:  # fmt: skip
         x_TK = x.reshape(-1, x.shape[-1])
-        y_TN = F.linear(x_TK, weight_NK, bias_N)
+        y_TN = F.linear(x_TK, _dense(weight_NK, x.dtype), bias_N)
         keep_TK = None
         dropped_TK = x_TK
         if dropout > 0:
             dropped_TK, keep_TK = torch.native_dropout(x_TK, dropout, train=True)
         low_Tr = dropped_TK @ a_rK.to(x.dtype).t()
         y_TN.addmm_(low_Tr, b_Nr.to(x.dtype).t(), alpha=scale)
-        ctx.save_for_backward(x, weight_NK, a_rK, b_Nr, keep_TK)
+        packed = isinstance(weight_NK, Int4Linear)
+        ctx.save_for_backward(x, None if packed else weight_NK, a_rK, b_Nr, keep_TK)
+        ctx.packed_NK = weight_NK if packed else None
         ctx.scale, ctx.dropout = scale, dropout
         return y_TN.view(*x.shape[:-1], -1)
 
@@ -62,7 +65,7 @@ class _LoraFunction(torch.autograd.Function):
         del dropped_TK
         dx = None
         if ctx.needs_input_grad[0]:
-            dx_TK = dy_TN @ weight_NK
+            dx_TK = dy_TN @ _dense(weight_NK if ctx.packed_NK is None else ctx.packed_NK, x.dtype)
             if keep_TK is None:
                 dx_TK.addmm_(dlow_Tr, a)
             else:
@@ -71,27 +74,35 @@ class _LoraFunction(torch.autograd.Function):
         return dx, None, None, da_rK, db_Nr, None, None
 
 
+def _dense(weight_NK: Tensor | Int4Linear, dtype: torch.dtype) -> Tensor:
+    return weight_NK.dense(dtype) if isinstance(weight_NK, Int4Linear) else weight_NK
+
+
 class LoraLinear(nn.Module):
     """A frozen linear layer with a trainable low-rank side path."""
 
     def __init__(self, base: Linear, *, r: int, alpha: float, dropout: float) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        transposed = isinstance(base, Conv1D)
-        outputs, inputs = reversed(base.weight.shape) if transposed else base.weight.shape
-        device = base.weight.device
+        if isinstance(base, Int4Linear):
+            outputs, inputs, device = base.out_features, base.in_features, base.codes.device
+        else:
+            outputs, inputs = reversed(base.weight.shape) if isinstance(base, Conv1D) else base.weight.shape
+            device = base.weight.device
         self.lora_A = nn.Parameter(torch.empty(r, inputs, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(outputs, r, dtype=torch.float32, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         self.scale = alpha / r
         self.dropout = dropout
-        self.transposed = transposed
+        self.transposed = base.transposed if isinstance(base, Int4Linear) else isinstance(base, Conv1D)
+        """Whether the model's files hold the weight as [K, N]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the dtype of the input."""
-        weight = self.base.weight.t() if self.transposed else self.base.weight
+        base = self.base
+        weight = base if isinstance(base, Int4Linear) else base.weight.t() if self.transposed else base.weight
         dropout = self.dropout if self.training else 0.0
-        return _LoraFunction.apply(x, weight, self.base.bias, self.lora_A, self.lora_B, self.scale, dropout)
+        return _LoraFunction.apply(x, weight, base.bias, self.lora_A, self.lora_B, self.scale, dropout)
 
 
 def apply(model: nn.Module, cfg: Lora) -> None:

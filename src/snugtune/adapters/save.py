@@ -22,7 +22,7 @@ from snugtune.errors import ModelError
 from snugtune.events import sync_folder
 from snugtune.recipe import Lora
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _UNSUPPORTED = {
     "use_rslora": "alpha / sqrt(r) scaling", "use_dora": "DoRA", "rank_pattern": "ranks by module",
     "alpha_pattern": "alphas by module", "modules_to_save": "whole trained modules", "bias": "trained biases",
@@ -42,8 +42,9 @@ _INITS_OF_AB_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def save(
-    model: nn.Module, cfg: Lora, folder: Path, *, base: str, base_name: str, tokenizer: Tokenizer, readme: str
-) -> None:
+    model: nn.Module, cfg: Lora, folder: Path, *, base: str, base_name: str, tokenizer: Tokenizer, readme: str,
+    int4: bool = False,
+) -> None:  # fmt: skip
     """Write the adapters of `model` to `folder`.
 
     Args:
@@ -54,12 +55,13 @@ def save(
         base_name: the base model as the recipe names it (what `snugtune` itself loads).
         tokenizer: goes along, since an adapter is of little use with another one.
         readme: README.md of the folder.
+        int4: the adapter was trained over the base in 4 bits, and is right over nothing else.
     """
     layers = lora.layers(model)
     tensors = {}
     for name, layer in layers.items():
-        tensors[f"{_PREFIX}{name}.lora_A.weight"] = layer.lora_A.detach().contiguous()
-        tensors[f"{_PREFIX}{name}.lora_B.weight"] = layer.lora_B.detach().contiguous()
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.detach().contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B.detach().contiguous()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": cfg.r, "lora_alpha": cfg.lora_alpha, "lora_dropout": cfg.lora_dropout,
@@ -70,7 +72,7 @@ def save(
     with whole_folder(folder) as aside:
         save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
         (aside / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (aside / "snugtune.json").write_text(json.dumps({"base": base_name}) + "\n", encoding="utf-8")
+        (aside / "snugtune.json").write_text(json.dumps({"base": base_name, "int4": int4}) + "\n", encoding="utf-8")
         (aside / "README.md").write_text(readme, encoding="utf-8")
         tokenizer.save_pretrained(aside)
 
@@ -102,7 +104,7 @@ def load(model: nn.Module, folder: Path) -> None:
     stored = load_file(file)
     for name, layer in lora.layers(model).items():
         for part, parameter in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-            tensor = stored.pop(f"{_PREFIX}{name}.{part}.weight", None)
+            tensor = stored.pop(f"{PREFIX}{name}.{part}.weight", None)
             if tensor is None or tensor.shape != parameter.shape:
                 found = "is missing" if tensor is None else f"is {list(tensor.shape)}, not {list(parameter.shape)}"
                 raise ModelError(f"{folder} does not fit this model: {part} of {name} {found}")

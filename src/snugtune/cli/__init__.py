@@ -8,7 +8,9 @@ import sys
 import typer
 
 from snugtune.cli import console
+from snugtune.cli.doctor import doctor
 from snugtune.cli.evaluate import evaluate
+from snugtune.cli.merge import merge
 from snugtune.cli.plan import plan
 from snugtune.cli.train import train
 from snugtune.errors import SnugtuneError
@@ -20,6 +22,8 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(train)
 app.command()(evaluate)
+app.command()(merge)
+app.command()(doctor)
 
 
 @app.callback()

@@ -9,14 +9,18 @@ product is computed twice (forward and gradient) and not three times.
     dz = (softmax(z) - onehot(y)) * cap'(z),  dh = scale * dz W,  dW = scale * dz^T h,  db = scale * sum dz
 
 Cut Cross-Entropy (arXiv 2411.09009) and Liger's fused linear cross-entropy have the same aim; exactness is held against
-the plain loss by tests. Costs: one [chunk, V] buffer in float32 (two under a softcap or a 16-bit head), [N, D] for dh, and [V, D] where the head is trained.
+the plain loss by tests. Costs: one [chunk, V] buffer in float32 (one more under a softcap, half of one under 16-bit
+hidden states), [N, D] for dh, and [V, D] in float32 where the head is trained.
+
+A float32 head under 16-bit hidden states (training over float32 weights) computes as one that was cast: one 16-bit copy
+lives as long as the forward, and the gradient, float32 all along, is handed on as it is.
 
 Shapes: N label tokens, D model width, V vocabulary, C chunk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,18 +43,20 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None,
         labels_N: Tensor, scale: float, softcap: float | None, chunk: int,
     ) -> Tensor:  # fmt: skip
-        head = Head(weight_VD, bias_V, scale, softcap)
+        head = _cast(Head(weight_VD, bias_V, scale, softcap), h_ND.dtype)
         needs_h, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dh_ND = torch.empty_like(h_ND) if needs_h else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         dbias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
         losses = []
         for start in range(0, h_ND.shape[0], chunk):
+            z_CV = dz_CV = slope_CV = None  # the last chunk's die before the next one's are made
             h_CD, labels_C = h_ND[start : start + chunk], labels_N[start : start + chunk]
             z_CV = _logits(h_CD, head)
             label_z_C1 = z_CV.gather(1, labels_C[:, None])
             needs_any = needs_h or needs_weight or needs_bias
-            slope_CV = 1 - (z_CV / softcap).square() if softcap is not None and needs_any else None
+            if softcap is not None and needs_any:
+                slope_CV = (z_CV / softcap).square_().neg_().add_(1)
             norm_C1, total_C1 = _exponentials(z_CV)
             losses.append((norm_C1 - label_z_C1).sum())
             if not needs_any:
@@ -61,11 +67,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 dz_CV.mul_(slope_CV)
             if dbias_V is not None:
                 dbias_V.add_(dz_CV.sum(0), alpha=scale)
-            dz_CV = dz_CV.to(h_ND.dtype)
-            if dh_ND is not None:
-                torch.mul(dz_CV @ weight_VD, scale, out=dh_ND[start : start + chunk])
             if dweight_VD is not None:
-                dweight_VD.addmm_(dz_CV.t().float(), h_CD.float(), alpha=scale)
+                dweight_VD.addmm_(dz_CV.t(), h_CD.float(), alpha=scale)
+            if dh_ND is not None:
+                torch.mul(dz_CV.to(h_ND.dtype) @ head.weight_VD, scale, out=dh_ND[start : start + chunk])
         ctx.save_for_backward(dh_ND, dweight_VD, dbias_V)
         ctx.dtypes = (weight_VD.dtype, bias_V.dtype if bias_V is not None else None)
         return torch.stack(losses).sum() if losses else h_ND.new_zeros((), dtype=torch.float32)
@@ -81,6 +86,12 @@ class _ChunkedLoss(torch.autograd.Function):
             None if dbias_V is None else dbias_V.mul_(grad_loss).to(bias_dtype),
             None, None, None, None,
         )  # fmt: skip
+
+
+def _cast(head: Head, dtype: torch.dtype) -> Head:
+    """`head` in the dtype of the hidden states; where it has that already, its own tensors."""
+    bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
+    return replace(head, weight_VD=head.weight_VD.to(dtype), bias_V=bias_V)
 
 
 def _logits(h_CD: Tensor, head: Head) -> Tensor:
@@ -131,6 +142,7 @@ def token_log_probs(
     Several pairs may ask one position (answers that branch there). Pairs are sorted by position;
     `pairs_per_chunk[i]` of them fall into the i-th chunk of `chunk_tokens` positions.
     """
+    head = _cast(head, h_ND.dtype)
     parts, done = [], 0
     for index, pairs in enumerate(pairs_per_chunk):
         start = index * chunk_tokens
@@ -138,6 +150,7 @@ def token_log_probs(
         position_P = pair_position_M[done : done + pairs] - start
         z_P = z_CV[position_P, pair_token_M[done : done + pairs]]
         norm_C1, _ = _exponentials(z_CV)
+        del z_CV  # before the next chunk's is made
         parts.append(z_P - norm_C1[position_P, 0])
         done += pairs
     return torch.cat(parts)

@@ -1,15 +1,21 @@
-"""Activation checkpointing by our own autograd function: keep a block's inputs, run the block again in backward.
+"""Activation checkpointing by our own autograd function: keep a module's inputs, run the module again in backward.
 
-Peak activations fall from everything inside all blocks to the blocks' inputs plus the inside of one block; the price is
-one more forward. Exact: the second run sees the same inputs, the same random state and the same autocast state, so that
-gradients are bit-equal to a run that kept everything.
+    block      Peak activations fall from everything inside all blocks to the blocks' inputs plus the inside of one block;
+               the price is one more forward.
+    selective  Only the MLPs run again: most of what a block keeps is inside of its MLP, and attention, the part whose
+               price grows with the square of a row, is not computed twice.
+
+Exact: the second run sees the same inputs, the same random state and the same autocast state, so that gradients are
+bit-equal to a run that kept everything. (Where an MLP's input is used beside it as well, as in OLMo 2 and its kin whose
+norms come after the MLP, the same gradients are summed in another order.)
 
 What a naive version gets wrong, and this one does not: inputs are detached before the second run; the random state of
 the first run is restored for it and the outer one put back after it; trainable parameters are inputs of the function, so
 that they get gradients even when nothing that flows in requires one (frozen embeddings); keyword, nested and non-tensor
 arguments pass through; an output that needs no gradient asks for none; functions nest.
 
-Chen et al., arXiv 1604.06174.
+Chen et al., arXiv 1604.06174; selective after Korthikanti et al., arXiv 2205.05198, who leave out another part (their
+attention kept its square matrices, which ours never makes).
 """
 
 from __future__ import annotations
@@ -23,6 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from snugtune.models.blocks import Anatomy
+from snugtune.recipe import Recompute
 
 
 @dataclass(frozen=True)
@@ -155,18 +164,26 @@ def recompute(
     return call.rebuild(_Recompute.apply(call, *tensors, *(p for p in parameters if p.requires_grad)))
 
 
-def apply(blocks: Iterable[nn.Module], *, random: bool = True) -> None:
-    """Recompute each of `blocks` in backward. Call it after adapters are in, since it looks at what is trainable then."""
-    for block in blocks:
-        block.forward = _Recomputed(block, random=random)  # type: ignore[method-assign]
+def modules_of(parts: Anatomy, policy: Recompute | None) -> Iterable[nn.Module]:
+    """What runs again in backward. A family without recognised MLPs recomputes whole blocks under `selective` too: slower
+    than it might be, and never more memory than asked for."""
+    if policy == "selective":
+        return parts.mlps or parts.blocks
+    return parts.blocks if policy == "block" else ()
+
+
+def apply(modules: Iterable[nn.Module], *, random: bool = True) -> None:
+    """Recompute each of `modules` in backward. Call it after adapters are in, since it looks at what is trainable then."""
+    for module in modules:
+        module.forward = _Recomputed(module, random=random)  # type: ignore[method-assign]
 
 
 class _Recomputed:
-    """Stands in for one block's forward; modules look `forward` up on themselves first."""
+    """Stands in for one module's forward; modules look `forward` up on themselves first."""
 
-    def __init__(self, block: nn.Module, *, random: bool) -> None:
-        self.forward = block.forward
-        self.parameters = [p for p in block.parameters() if p.requires_grad]
+    def __init__(self, module: nn.Module, *, random: bool) -> None:
+        self.forward = module.forward
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.random = random
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -32,6 +32,9 @@ class Anatomy:
     backbone: nn.Module
     """Token ids to hidden states after the last norm."""
     blocks: nn.ModuleList
+    mlps: tuple[nn.Module, ...]
+    """The feed-forward part of each block, without the norm before it. Empty where a block has no module of that role (OPT
+    writes it out in the block itself)."""
     head: nn.Linear
     logit_scale: float
     softcap: float | None
@@ -43,12 +46,14 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     """Find the parts of `model`. Raises ModelError where there is no list of blocks or no output head."""
     config = model.config
     backbone = model.get_decoder()
+    blocks = _blocks(backbone, config)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output head; snugtune trains causal language models")
     return Anatomy(
         backbone=backbone,
-        blocks=_blocks(backbone, config),
+        blocks=blocks,
+        mlps=_mlps(blocks),
         head=head,
         logit_scale=_logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
@@ -74,6 +79,13 @@ def _blocks(backbone: nn.Module, config: PretrainedConfig) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise ModelError(f"{type(backbone).__name__} has no list of {depth} blocks, though its config says so")
+
+
+def _mlps(blocks: nn.ModuleList) -> tuple[nn.Module, ...]:
+    """By their name: transformers calls them `mlp` in all of PACKED_FAMILIES and in most others."""
+    found = [getattr(block, "mlp", None) for block in blocks]
+    mlps = tuple(mlp for mlp in found if isinstance(mlp, nn.Module))
+    return mlps if len(mlps) == len(blocks) else ()
 
 
 def _logit_scale(config: PretrainedConfig) -> float:

