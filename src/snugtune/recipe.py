@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
+from snugtune import cards
 from snugtune.errors import RecipeError, nearest
 from snugtune.units import MIB, parse_bytes
 
@@ -34,6 +35,15 @@ def _write_size(value: Any) -> Any:
 
 
 Size = Annotated[Literal["auto"] | int, BeforeValidator(_check_size), PlainSerializer(_write_size, when_used="json")]
+
+
+def _check_device(name: str) -> str:
+    if name not in ("auto", "cpu", "cuda"):
+        try:
+            cards.find(name)
+        except RecipeError as error:
+            raise ValueError(f"auto, cpu, cuda or a card: {error}") from None
+    return name
 
 
 def _as_list(names: Any) -> Any:
@@ -122,7 +132,7 @@ class Recipe(Section):
     """How many held-out rows are scored; auto is at most 200, and of data without its own held-out rows at most a tenth."""
     budget: Size = "auto"
     """Bytes of device memory that may be in use: the whole process on a CPU, the allocator on a GPU."""
-    device: str = "auto"
+    device: Annotated[str, AfterValidator(_check_device)] = "auto"
     """auto, cpu or cuda; `plan` also takes the name of a card (a100-80gb), at hand or not."""
     what: What = What()
     how: Annotated[How, BeforeValidator(_how)] = How()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import snugtune
 import tiny
-from snugtune import api, cli
-from snugtune.adapters import merge as merging
+from snugtune import api, cli, merging
+from snugtune.adapters import merge as streamed
 from snugtune.adapters import save
 from snugtune.data import dataset
 from snugtune.models import load
@@ -161,7 +160,7 @@ def test_a_drift_that_is_no_number_is_past_every_limit(run, trained, rows_file, 
 def test_a_failure_in_the_middle_leaves_nothing_half_written(
     error, code, word, run, trained, rows_file, place, monkeypatch
 ):
-    true_copy, done = merging._copy, 0
+    true_copy, done = streamed._copy, 0
 
     def copy(*args: Any) -> None:
         nonlocal done
@@ -170,7 +169,7 @@ def test_a_failure_in_the_middle_leaves_nothing_half_written(
             raise error
         true_copy(*args)
 
-    monkeypatch.setattr(merging, "_copy", copy)
+    monkeypatch.setattr(streamed, "_copy", copy)
     found, _, err = run("merge", trained, "--output", place / "merged", "--data", rows_file)
     assert found == code and word in err
     assert done == 8 and not list(place.iterdir())
@@ -251,10 +250,8 @@ def test_a_tokenizer_with_more_tokens_than_the_base_knows_is_refused(run, traine
 def test_a_run_over_4_bits_is_merged_into_what_it_saw(run, trained, rows_file, place):
     copy = place / "run"
     shutil.copytree(trained, copy)
-    recipe = copy / "recipe.yaml"
-    text = recipe.read_text()
-    recipe.write_text(re.sub(r"(\n +base: )\w+", r"\1int4", text))
-    assert recipe.read_text() != text
+    ours = copy / "adapter" / "snugtune.json"
+    ours.write_text(json.dumps(json.loads(ours.read_text()) | {"int4": True}))
     code, out, err = run("merge", copy, "--output", place / "merged", "--data", rows_file, "--dtype", "fp32", "--json")
     assert code == 0, err
     report = json.loads(out)

@@ -426,7 +426,7 @@ def plan(recipe: Recipe, batches: Batches, profile: Profile, run: Run, around: S
         },
         worst_rows=len(batches.worst),
         worst_tokens=worst_tokens,
-        reserve_bytes=around.reserve(max(step_peak, evaluate_peak) - weights),
+        reserve_bytes=around.reserve(max(step_peak, evaluate_peak, profile.kept) - profile.kept),
         step_seconds=step_seconds,
         tokens_per_second=batches.tokens_per_step / step_seconds,
         gradient_seconds=gradient_seconds,

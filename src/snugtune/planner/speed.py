@@ -32,8 +32,11 @@ _CUDA_LAUNCH_SECONDS = 9e-6
 _CPU_LAUNCH_SECONDS = 25e-6
 """The same on a CPU: Python, autograd and the threads that wait for each other. From the demo model's tokens/s with
 micro-batches of 128, 256 and 512 tokens (results/plan_accuracy.jsonl, two cores)."""
-_PASSES = {"int4_dense": 4, "adamw_slices": 8}
-"""How often an operation that does several things inside goes over its bytes."""
+_DENSE_PASSES = 4
+"""How often unpacking 4-bit weights goes over its bytes."""
+_HOST_PASSES, _CODE_PASSES = 6, 34
+"""The same for an update whose moments come from the host, or from 8 bits: 3 and 12 times what torch's fused AdamW takes
+(docs/LOG.md, measured on a CPU)."""
 _BACKWARD_PER_FORWARD = 2.5
 """Products of attention's backward for each of its forward (five for two: scores again, dV, dP, dQ, dK)."""
 
@@ -58,7 +61,7 @@ class Rates:
             return 0.0, 0.0, 0.0
         moved = _bytes(args) + (0 if _name(func).endswith("_") else _bytes(out))
         flops, dtype = _flops(func, args)
-        traffic = moved * _PASSES.get(_name(func), 1) / self.bandwidth
+        traffic = moved * _passes(_name(func), args) / self.bandwidth
         if dtype is None:
             return 0.0, traffic, self.launch_seconds
         # A product in a precision that has no figure (LoRA's float32 side, say) is small beside those that have one.
@@ -158,6 +161,14 @@ def _name(func: Any) -> str:
 
 
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "_unsafe_view"})
+
+
+def _passes(name: str, args: Any) -> int:
+    if name == "int4_dense":
+        return _DENSE_PASSES
+    if name == "adamw_slices":
+        return _CODE_PASSES if any(held.dtype == torch.uint8 for held in args[2]) else _HOST_PASSES
+    return 1
 
 
 def _bytes(values: Any) -> int:
