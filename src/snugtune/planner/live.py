@@ -159,7 +159,8 @@ class LiveBytes(TorchDispatchMode):
         return sorted(found, key=lambda alive: -alive.size_bytes)
 
     def _note_all(self, tensors: Any, func: Any, *, adds_gradients: bool) -> None:
-        for tensor in tree_leaves(tensors):
+        # Nearly every operation returns one tensor; walking a tree for it costs as much as noting it.
+        for tensor in (tensors,) if isinstance(tensors, Tensor) else tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._known:
