@@ -114,7 +114,8 @@ class How(Section):
     loss_chunk_tokens: int | None = Field(None, ge=1)
     """Label tokens whose logits exist at one time."""
     optimizer: Optimizer | None = None
-    """Where AdamW keeps its moments: in float32 on the device or in host memory, or in 8 bits on the device."""
+    """Where AdamW keeps its moments: in float32 on the device or in host memory, or in 8 bits on the device. The last
+    leaves gradients as they are but not the updates: it is chosen only where neither of the others fits."""
 
 
 def _how(value: Any) -> Any:
@@ -131,7 +132,7 @@ class Recipe(Section):
     eval_rows: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """How many held-out rows are scored; auto is at most 200, and of data without its own held-out rows at most a tenth."""
     budget: Size = "auto"
-    """Bytes of device memory that may be in use: the whole process on a CPU, the allocator on a GPU."""
+    """Bytes of device memory that may be in use: the whole process on a CPU, context and allocator on a GPU."""
     device: Annotated[str, AfterValidator(_check_device)] = "auto"
     """auto, cpu or cuda; `plan` also takes the name of a card (a100-80gb), at hand or not."""
     what: What = What()

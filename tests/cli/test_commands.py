@@ -12,28 +12,7 @@ import pytest
 import torch
 import yaml
 
-from snugtune import cli
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    monkeypatch.setenv("SNUGTUNE_ALLOCATOR", "system")  # a test process is not restarted
-    monkeypatch.delenv("SNUGTUNE_DEBUG", raising=False)
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["snugtune", *map(str, args)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as leave:
-            code = leave.code or 0
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture

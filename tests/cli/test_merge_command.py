@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import snugtune
 import tiny
-from snugtune import api, cli, merging
+from snugtune import api, merging
 from snugtune.adapters import merge as streamed
 from snugtune.adapters import save
 from snugtune.data import dataset
 from snugtune.models import load
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    monkeypatch.setenv("SNUGTUNE_ALLOCATOR", "system")  # a test process is not restarted
-    monkeypatch.delenv("SNUGTUNE_DEBUG", raising=False)
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["snugtune", *map(str, args)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as leave:
-            code = leave.code or 0
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -247,3 +247,11 @@ def test_like_storages_stand_together_in_the_explanation():
     what = [name for kind, name, _, _ in rows if kind == "weights"]
     assert any("layers.*." in name for name in what)
     assert all(size >= later for (*_, size), (*_, later) in pairwise(rows))
+
+
+def test_a_faster_device_is_told_with_what_was_predicted_before():
+    """Else a later run would take the corrected speed for the model's own, and correct it twice."""
+    found = ladder(ROWS, 1 << 30).chosen
+    faster = found.faster_by(2).faster_by(3)
+    assert faster.tokens_per_second == pytest.approx(6 * found.tokens_per_second)
+    assert faster.as_json()["uncalibrated_tokens_per_second"] == pytest.approx(found.tokens_per_second)

@@ -36,7 +36,7 @@ SHARD_BYTES = 500 * MIB
 """A model's weights go into files of at most this size (a single larger tensor has a file to itself)."""
 PIECE_BYTES = 16 * MIB
 """Weights that are in float32 at one time."""
-TRANSIENT_BYTES = 3 * PIECE_BYTES
+TRANSIENT_BYTES = 4 * PIECE_BYTES
 """Most that `write` holds beside the adapter: a piece as it is read, merged, and as it is written (measured: 50 to 55 MiB)."""
 
 _WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -21,7 +21,8 @@ def call(function: Callable[[], T]) -> T:
     a fork would lose. A caller of the Python functions may have done anything.
 
     Raises:
-        SnugtuneError: what `function` raised.
+        Exception: what `function` raised.
+        SnugtuneError: where the child ended without an answer.
     """
     if not sys.platform.startswith("linux") or devices.allocator().name != "mimalloc":
         return function()
@@ -46,7 +47,7 @@ def call(function: Callable[[], T]) -> T:
 def _answer(function: Callable[[], Any], send: Any) -> None:
     try:
         answer = True, function()
-    except SnugtuneError as error:
+    except Exception as error:  # noqa: BLE001  # raised again by the parent, at whose edge it becomes a message
         answer = False, error
     except KeyboardInterrupt:
         os._exit(130)  # the parent was interrupted as well, and says so

@@ -135,11 +135,6 @@ class LiveBytes(TorchDispatchMode):
             self._blocks.empty_cache()
 
     @property
-    def prices(self) -> bool:
-        """Whether operations are priced."""
-        return self._price is not None
-
-    @property
     def tells(self) -> bool:
         """Whether `at_peak` can be asked."""
         return self._tell

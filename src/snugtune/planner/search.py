@@ -90,7 +90,10 @@ class Plan:
 
     def faster_by(self, factor: float) -> Plan:
         """The same plan where everything takes 1 / `factor` of the time."""
-        return replace(self, step_seconds=self.step_seconds / factor, tokens_per_second=self.tokens_per_second * factor)
+        return replace(
+            self, step_seconds=self.step_seconds / factor, tokens_per_second=self.tokens_per_second * factor,
+            gradient_seconds=self.gradient_seconds / factor, speed_factor=self.speed_factor * factor,
+        )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """The plan as `plan.json` holds it, with the contract's keys."""

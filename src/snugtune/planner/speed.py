@@ -23,8 +23,8 @@ from snugtune.planner.simulate import Profile
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CUDA_PRODUCTS = 0.65
-"""Share of a card's peak that large products reach. Not measured by us: chosen so that the published tokens/s in
-docs/memory.md lie about the prediction."""
+"""Share of a card's peak that large products reach. A guess, not measured by us; docs/memory.md has the predictions that it
+leads to beside published ones."""
 _CUDA_TRAFFIC = 0.8
 """Share of the memory bandwidth that elementwise kernels reach, likewise."""
 _CUDA_LAUNCH_SECONDS = 9e-6
@@ -79,13 +79,11 @@ class Rates:
 
 
 def rates(spec: DeviceSpec) -> Rates:
-    """What `spec` should reach, from its peaks."""
-    if spec.kind == "cuda":
-        return Rates(
-            {precision: _CUDA_PRODUCTS * peak for precision, peak in spec.flops.items()}, _CUDA_TRAFFIC * spec.memory_bandwidth,
-            _CUDA_LAUNCH_SECONDS, spec.link_bandwidth, overlaps=True, source=spec.source,
-        )  # fmt: skip
-    return Rates(spec.flops, spec.memory_bandwidth, _CPU_LAUNCH_SECONDS, spec.memory_bandwidth, source=spec.source)
+    """What a card of the table should reach, from its peaks. A CPU is measured."""
+    return Rates(
+        {precision: _CUDA_PRODUCTS * peak for precision, peak in spec.flops.items()}, _CUDA_TRAFFIC * spec.memory_bandwidth,
+        _CUDA_LAUNCH_SECONDS, spec.link_bandwidth, overlaps=True, source=spec.source,
+    )  # fmt: skip
 
 
 def _file(spec: DeviceSpec) -> Path:
