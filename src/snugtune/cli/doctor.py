@@ -18,6 +18,7 @@ def doctor(*, json: Annotated[bool, typer.Option("--json", help="One JSON object
     with console.working("measuring"):
         from snugtune import api
 
+        console.spare_collector()
         report = api.doctor()
     if json:
         console.print_json(report)

@@ -28,6 +28,7 @@ def evaluate(
     console.quiet_libraries()
     from snugtune import api
 
+    console.spare_collector()
     with console.progress() as progress:
         report = api.evaluate(model, data, budget=budget_bytes, max_length=max_length, rows=rows, progress=progress)
     if json:

@@ -32,6 +32,7 @@ def merge(
     console.quiet_libraries()
     from snugtune import merging
 
+    console.spare_collector()
     with console.progress() as progress:
         report = merging.merge(
             run, output, data=data, dtype=dtype, max_kl=merging.MOST_KL if max_kl is None else max_kl, budget=budget_bytes,

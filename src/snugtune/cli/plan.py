@@ -52,6 +52,7 @@ def plan(
         from snugtune import api
         from snugtune.planner import explain
 
+        console.spare_collector()
         ladder = api.plan(resolved, token_lengths=token_lengths)
     chosen = ladder.chosen
     if write:
@@ -74,7 +75,7 @@ def _show(ladder: Any) -> None:
         ("budget", format_bytes(chosen.budget_bytes)),
         ("peak", f"{format_bytes(chosen.peak_bytes)} in the {chosen.limiting_phase} phase"),
         ("speed", f"{chosen.tokens_per_second:,.0f} tokens/s, {format_seconds(chosen.step_seconds)} a step"),
-        ("largest batch", f"{chosen.worst_tokens} tokens of {chosen.worst_rows} rows"),
+        ("largest batch", f"{chosen.batches.worst_tokens} tokens of {len(chosen.batches.worst)} rows"),
     ))  # fmt: skip
     console.stdout.print()
     console.stdout.print(_bar(explain.fill(ladder)))

@@ -33,6 +33,7 @@ def train(
     console.quiet_libraries()
     from snugtune import api
 
+    console.spare_collector()
     with console.progress() as progress:
         report = api.train(resolved, progress=progress)
     if json:

@@ -58,7 +58,7 @@ def comments(ladder: Ladder) -> dict[str, str]:
         found["how.recompute"] = _why(ladder, "recompute")
     if asked.how.micro_batch_tokens is None:
         found["how.micro_batch_tokens"] = (
-            f"largest micro-batch: {plan.worst_tokens} tokens of {plan.worst_rows} rows, step peak {format_bytes(plan.phases['step'])}"
+            f"largest micro-batch: {plan.batches.worst_tokens} tokens of {len(plan.batches.worst)} rows, step peak {format_bytes(plan.phases['step'])}"
         )
     if asked.how.loss_chunk_tokens is None:
         found["how.loss_chunk_tokens"] = "logits of so many label tokens exist at one time"

@@ -35,7 +35,7 @@ def speed_factor(plan: Plan, config: PretrainedConfig, dtype: torch.dtype) -> fl
     depth = config.num_hidden_layers
     if depth <= DEPTHS[1] or predicted * sum(DEPTHS) / depth * (_RUNS + 1) > MOST_SECONDS:
         return None
-    batch = collate(plan.work.typical)
+    batch = collate(plan.batches.work.typical)
     with torch.random.fork_rng(devices=[]):
         steps = [_shallow(plan, of_depth(config, d), dtype) for d in DEPTHS]
         seconds: tuple[list[float], list[float]] = ([], [])

@@ -53,9 +53,6 @@ class Plan:
     budget_bytes: int
     phases: dict[str, int]
     """Predicted peak in bytes by phase: load, step, evaluate, save, merge."""
-    worst_rows: int
-    worst_tokens: int
-    """The largest micro-batch that this data will really produce."""
     reserve_bytes: int
     """What has to stay free under the wall besides."""
     step_seconds: float
@@ -63,7 +60,7 @@ class Plan:
     tokens_per_second: float
     gradient_seconds: float
     """Of that, forward and backward of one micro-batch, a mean one."""
-    work: Work
+    batches: Batches
     profile: Profile
     speed_factor: float = 1.0
     """By what the speeds were multiplied, after timing this machine."""
@@ -101,7 +98,7 @@ class Plan:
             "fits": self.fits, "budget_bytes": self.budget_bytes, "device": asdict(self.device),
             "phases": {name: {"peak_bytes": peak} for name, peak in self.phases.items()}, "peak_bytes": self.peak_bytes,
             "needed_bytes": self.needed_bytes,
-            "worst_micro_batch": {"rows": self.worst_rows, "tokens": self.worst_tokens},
+            "worst_micro_batch": {"rows": len(self.batches.worst), "tokens": self.batches.worst_tokens},
             "step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second,
             "uncalibrated_tokens_per_second": self.tokens_per_second / self.speed_factor,
             "recipe": self.recipe.model_dump(mode="json"),
@@ -204,10 +201,11 @@ def search(run: Run, around: Surroundings, *, goal: Literal["ladder", "winner"] 
     so that more memory is never slower for one and the same base and optimiser, and never coarser.
     """
     too_large: list[Plan] = []
+    sizes = _distinct_sizes(run)
+    steps = LADDER_STEPS if goal == "ladder" else 1
     for storage in _storages(run.recipe, around.device):
         fitting: list[Plan] = []
-        steps = LADDER_STEPS if goal == "ladder" else 1
-        kinds = [_Kind(recipe, run, around, steps) for recipe in _kinds(run, storage)]
+        kinds = [_Kind(recipe, run, around, sizes, steps) for recipe in _kinds(run, storage)]
         if not kinds[0].largest.fits and not kinds[-1].leanest.fits:
             too_large.append(kinds[-1].leanest)
             continue  # whatever recomputes less needs more
@@ -280,12 +278,21 @@ def _kinds(run: Run, recipe: Recipe) -> Iterator[Recipe]:
         yield recipe.model_copy(update={"how": recipe.how.model_copy(update={"recompute": recompute})})
 
 
+def _distinct_sizes(run: Run) -> list[Batches]:
+    """Largest first. Of sizes that cut the rows in the same way only the smallest is kept."""
+    asked = run.recipe.how.micro_batch_tokens
+    found: dict[Any, Batches] = {}
+    for tokens in [asked] if asked else MICRO_BATCH_TOKENS:
+        batches = Batches.of(run, tokens)
+        found[batches.signature] = batches
+    return list(found.values())
+
+
 class _Kind:
     """Ways that differ in the size of their micro-batches alone."""
 
-    def __init__(self, recipe: Recipe, run: Run, around: Surroundings, steps: int) -> None:
-        self.recipe, self.run, self.around, self.steps = recipe, run, around, steps
-        self.sizes = self._distinct_sizes()
+    def __init__(self, recipe: Recipe, run: Run, around: Surroundings, sizes: list[Batches], steps: int) -> None:
+        self.recipe, self.run, self.around, self.sizes, self.steps = recipe, run, around, sizes, steps
         self.plans: dict[int, Plan] = {}
 
     def search(self) -> tuple[list[Plan], list[Plan]]:
@@ -315,15 +322,6 @@ class _Kind:
         """With the smallest micro-batches."""
         return self._plan(len(self.sizes) - 1)
 
-    def _distinct_sizes(self) -> list[Batches]:
-        """Largest first. Of sizes that cut the rows in the same way only the smallest is kept."""
-        how = self.recipe.how
-        found: dict[Any, Batches] = {}
-        for tokens in [how.micro_batch_tokens] if how.micro_batch_tokens else MICRO_BATCH_TOKENS:
-            batches = Batches.of(self.run, self.recipe, tokens)
-            found[batches.signature] = batches
-        return list(found.values())
-
     def _plan(self, index: int) -> Plan:
         if index not in self.plans:
             batches = self.sizes[index]
@@ -339,10 +337,8 @@ class _Kind:
 
 def _whole(chosen: Plan, run: Run, around: Surroundings) -> tuple[Plan, dict[str, list[Alive]]]:
     """The chosen plan again, from every block of the model, with what is alive at its peaks."""
-    profile, alive = contents(chosen.recipe, run.config, chosen.work, around.means(run.dtype))
-    assert chosen.recipe.how.micro_batch_tokens is not None
-    batches = Batches.of(run, chosen.recipe, chosen.recipe.how.micro_batch_tokens)
-    return plan(chosen.recipe, batches, profile, run, around), dict(alive)
+    profile, alive = contents(chosen.recipe, run.config, chosen.batches.work, around.means(run.dtype))
+    return plan(chosen.recipe, chosen.batches, profile, run, around), dict(alive)
 
 
 @dataclass(frozen=True)
@@ -366,14 +362,19 @@ class Batches:
         """The micro-batch with most tokens."""
         return self.work.micro_batches[0]
 
+    @property
+    def worst_tokens(self) -> int:
+        """How many it has."""
+        return sum(row.tokens for row in self.worst)
+
     @classmethod
-    def of(cls, run: Run, recipe: Recipe, capacity: int) -> Batches:
+    def of(cls, run: Run, capacity: int) -> Batches:
         """Pack every global batch of the run, as the trainer will."""
         rows = run.data.train
         lengths = [row.tokens for row in rows]
         labels = [row.label_tokens for row in rows]
         parts: list[list[int]] = []
-        batches = list(global_batches(recipe.what, len(rows)))
+        batches = list(global_batches(run.recipe.what, len(rows)))
         for batch in batches:
             parts += [[batch[i] for i in part] for part in pack([lengths[i] for i in batch], capacity=capacity)]
         tokens = [sum(lengths[i] for i in part) for part in parts]
@@ -410,8 +411,8 @@ def plan(recipe: Recipe, batches: Batches, profile: Profile, run: Run, around: S
     scratch = KERNEL_BYTES + (profile.reordered + KERNEL_BYTES_16 if profile.reordered else 0)
     step_peak = max(profile.gradient, profile.update) + profile.unseen
     evaluate_peak = profile.evaluate + profile.unseen
-    worst_tokens = sum(row.tokens for row in batches.worst)
-    gradient_seconds = around.rates.gradient_seconds(profile, share=batches.tokens_per_micro_batch / worst_tokens)
+    share = batches.tokens_per_micro_batch / batches.worst_tokens
+    gradient_seconds = around.rates.gradient_seconds(profile, share=share)
     update = profile.update_seconds + around.rates.link_seconds(2 * profile.on_host)
     step_seconds = batches.micro_batches_per_step * gradient_seconds + update
     return Plan(
@@ -427,12 +428,10 @@ def plan(recipe: Recipe, batches: Batches, profile: Profile, run: Run, around: S
             # Streamed through the host's memory, a few rows of a weight at a time.
             "merge": around.peak(0 if around.device.kind == "cuda" else profile.trained + TRANSIENT_BYTES, 0),
         },
-        worst_rows=len(batches.worst),
-        worst_tokens=worst_tokens,
         reserve_bytes=around.reserve(max(step_peak, evaluate_peak, profile.kept) - profile.kept),
         step_seconds=step_seconds,
         tokens_per_second=batches.tokens_per_step / step_seconds,
         gradient_seconds=gradient_seconds,
-        work=batches.work,
+        batches=batches,
         profile=profile,
     )
