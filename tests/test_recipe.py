@@ -52,7 +52,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "budget": st.just("auto") | st.integers(1, 2**45) | st.integers(1, 10**5).map(lambda n: f"{n}MiB"),
     "device": st.sampled_from(["auto", "cpu", "cuda", "a100-80gb", "RTX 4090"]),
     "what.method": st.sampled_from(["lora", "full"]),
-    "what.base": st.sampled_from(["auto", "fp32", "bf16", "fp16", "int4"]),
+    "what.base": st.sampled_from(["auto", "fp32", "bf16", "fp16", "int4", "nf4"]),
     "what.precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
     "what.lora.r": st.integers(1, 256), "what.lora.lora_alpha": _positive | _counts,
     "what.lora.target_modules": st.just("all-linear") | st.lists(_names, min_size=1, max_size=4),
@@ -62,7 +62,8 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "what.lr_scheduler_type": st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup"]),
     "what.warmup_ratio": _shares, "what.weight_decay": st.floats(0, 10),
     "what.max_grad_norm": _positive | st.just(float("inf")), "what.seed": st.integers(0, 2**63 - 1),
-    "how.micro_batch_tokens": st.none() | _counts, "how.recompute": st.sampled_from([None, "none", "selective", "block"]),
+    "how.micro_batch_tokens": st.none() | _counts, "how.recompute": st.sampled_from([None, "none", "selective", "block", "offload"]),
+    "how.update": st.sampled_from([None, "after_backward", "in_backward"]),
     "how.loss_chunk_tokens": st.none() | _counts,
     "how.optimizer": st.sampled_from([None, "adamw", "adamw_host", "adamw_8bit"]),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from snugtune.memory.precision import LossScale
 from snugtune.models import load
 from snugtune.planner import simulate
 from snugtune.planner.live import LiveBytes
-from snugtune.planner.simulate import Profile, Work
+from snugtune.planner.simulate import Micro, Profile, Work
 from snugtune.recipe import Recipe
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -206,7 +206,7 @@ def _replay(
 
 TREE = [(10, 2), (11, 12, 2)]
 WORK = Work(
-    micro_batches=(tuple(tiny.rows([30, 28, 27, 9])), tuple(tiny.rows([40, 20]))),
+    micro_batches=(Micro(tuple(tiny.rows([30, 28, 27, 9]))), Micro(tuple(tiny.rows([40, 20])), onto_gradients=True)),
     eval_batches=(
         tuple(tiny.choice_rows([(20, [(10, 2), (11, 12, 2)]), (18, [(10, 2), (11, 12, 2)])])),
         tuple(tiny.rows([30])),
@@ -272,7 +272,10 @@ def test_the_peak_has_the_optimisers_state_beside_the_gradients():
     """Two moments in float32 and a step count for each tensor, from the second step on."""
     row = tuple(tiny.rows([2]))
     profile = simulate.simulate_whole(
-        tiny.recipe(what=METHODS["full"]), tiny.config("llama"), Work((row,), (row,), 10), simulate.Means(torch.float32)
+        tiny.recipe(what=METHODS["full"]),
+        tiny.config("llama"),
+        Work((Micro(row),), (row,), 10),
+        simulate.Means(torch.float32),
     )
     parameters = list(tiny.model("llama").parameters())
     trained, tensors = sum(p.nbytes for p in parameters), len(parameters)

@@ -256,7 +256,7 @@ def evaluate(
         log.warning(line)
     with inside(spec, budget or devices.free_bytes(spec)):
         dtype = load.DTYPES[compute_precision(recipe, spec)]
-        loaded = load.load_model(source, dtype=dtype, device=spec.kind, int4=source.int4)
+        loaded = load.load_model(source, dtype=dtype, device=spec.kind, packing=source.packing)
         if source.adapter:
             adapters.load(loaded, source.adapter)
         found = _score(steps.Scorer(loaded), held_out, _EVALUATION_TOKENS, "evaluating", progress, spec)
@@ -344,6 +344,9 @@ def _prepare(recipe: Recipe, *, token_lengths: str | None = None) -> _Prepared:
         raise RecipeError(
             f"what.max_length {recipe.what.max_length} is over the model's {limit} positions, and rows reach it"
         )
+    packing = steps.packing(recipe.what)
+    if packing and devices.is_at_hand(recipe.device) and token_lengths is None:
+        load.PACKINGS[packing].require()  # before the process's memory is measured: what it imports counts
     budget = recipe.budget if recipe.budget != "auto" else int(devices.free_bytes(spec) * 0.9)
     if budget > spec.memory_bytes:
         log.warning(
@@ -376,10 +379,10 @@ def compute_precision(recipe: Recipe, spec: devices.DeviceSpec) -> str:
             f"what.method=full with what.base={what.base}: weights that are trained are kept in float32, whatever they compute "
             "in; set what.base=auto, and what.precision for the products"
         )
-    if what.method == "lora" and what.base not in ("auto", "int4", precision):
+    if what.method == "lora" and what.base == "fp32" and precision != "fp32":
         raise RecipeError(
-            f"what.base={what.base} with what.precision={precision}: a base stored in another precision than it computes in "
-            f"is not there yet; set both to {precision}, or what.base=int4"
+            f"what.base=fp32 with what.precision={precision} would store what the products round away; set what.base={precision} "
+            "or what.precision=fp32"
         )
     return precision
 
@@ -431,7 +434,7 @@ def _train(
     recipe, data, spec = plan.recipe, prepared.data, prepared.device
     progress("loading the model", 0, 1, {})
     stored = steps.stored_dtype(recipe.what, prepared.dtype)
-    model = load.load_model(prepared.source, dtype=stored, device=spec.kind, int4=recipe.what.base == "int4")
+    model = load.load_model(prepared.source, dtype=stored, device=spec.kind, packing=steps.packing(recipe.what))
     torch.manual_seed(recipe.what.seed)
     step = steps.build(recipe, model)
     progress("loading the model", 1, 1, {})
@@ -495,7 +498,7 @@ def _save(prepared: _Prepared, recipe: Recipe, step: steps.Step, folder: Path, r
     if recipe.what.method == "lora":
         adapters.save(
             step.model, recipe.what.lora, folder, base=prepared.source.published_as, base_name=prepared.source.name,
-            tokenizer=prepared.tokenizer, readme=readme, int4=recipe.what.base == "int4",
+            tokenizer=prepared.tokenizer, readme=readme, packing=steps.packing(recipe.what),
         )  # fmt: skip
         return
     with adapters.whole_folder(folder) as aside:

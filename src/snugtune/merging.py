@@ -93,10 +93,9 @@ def merge(
             raise ModelError(f"{beyond}, and rows of {data} have some of the others")
         log.warning("%s; texts with the others cannot be run", beyond)
     rows = drift.choose([(row.ids, row.is_label) for row in held_out], vocabulary=config.vocab_size)
-    packed = source.int4
 
     def outputs(of: load.ModelSource, use: Callable[[PreTrainedModel], Any]) -> Any:
-        model = load.load_model(of, dtype=precision, device=spec.kind, int4=packed and of is source)
+        model = load.load_model(of, dtype=precision, device=spec.kind, packing=of.packing)
         if of.adapter:
             adapters.load(model, of.adapter)
         found = use(model)
@@ -107,7 +106,7 @@ def merge(
     try:
         with inside(spec, budget or devices.free_bytes(spec)), adapters.whole_folder(folder) as aside:
             written = merging.write(
-                source, aside, dtype=load.DTYPES.get(dtype), packed=packed,
+                source, aside, dtype=load.DTYPES.get(dtype),
                 advance=lambda done, total: progress("merging", done, total, {}),
             )  # fmt: skip
             devices.release_free_memory()
@@ -118,7 +117,7 @@ def merge(
             progress("measuring", 2, 2, {})
             word = next(word for word, known in load.DTYPES.items() if known == written.dtype)
             report = MergeReport(
-                output=str(folder), **asdict(found), dtype=word, base="dequantised" if packed else "original",
+                output=str(folder), **asdict(found), dtype=word, base="dequantised" if source.packing else "original",
                 merged_tensors=written.merged_tensors, weights_bytes=written.size_bytes, files=written.files,
                 measured_peak_bytes=devices.peak_bytes(spec), seconds=time.monotonic() - started,
             )  # fmt: skip

@@ -20,8 +20,10 @@ from snugtune.errors import RecipeError, nearest
 from snugtune.units import MIB, parse_bytes
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Base = Literal["auto", "fp32", "bf16", "fp16", "int4"]
-Recompute = Literal["none", "selective", "block"]
+Packing = Literal["int4", "nf4", "bf16", "fp16"]
+Base = Literal["auto", "fp32", "bf16", "fp16", "int4", "nf4"]
+Update = Literal["after_backward", "in_backward"]
+Recompute = Literal["none", "selective", "block", "offload"]
 Optimizer = Literal["adamw", "adamw_host", "adamw_8bit"]
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
@@ -84,7 +86,8 @@ class What(Section):
 
     method: Literal["lora", "full"] = "lora"
     base: Base = "auto"
-    """How the frozen base is stored; auto is the compute precision, and int4 where no way with that fits the budget."""
+    """How the frozen base is stored; auto is the compute precision, 16 bits where that loses nothing of the files, and int4
+    where no way with either fits the budget."""
     precision: Precision = "auto"
     """What forward and backward compute in; auto is bf16 on a GPU that has it and fp32 on a CPU."""
     lora: Lora = Lora()
@@ -110,12 +113,16 @@ class How(Section):
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Most tokens of one forward; a single longer row is a micro-batch of its own."""
     recompute: Recompute | None = None
-    """Activation checkpointing: keep everything, all but the inside of the MLPs, or only the input of each block."""
+    """Activation checkpointing: keep everything, all but the inside of the MLPs, only the input of each block, or not even
+    that: it waits in the host's memory (on a CPU, in a file)."""
     loss_chunk_tokens: int | None = Field(None, ge=1)
     """Label tokens whose logits exist at one time."""
     optimizer: Optimizer | None = None
     """Where AdamW keeps its moments: in float32 on the device or in host memory, or in 8 bits on the device. The last
     leaves gradients as they are but not the updates: it is chosen only where neither of the others fits."""
+    update: Update | None = None
+    """When weights are updated: after the whole backward, or each as soon as its gradient is there, so that the gradients
+    never exist together. The latter needs the global batch in one micro-batch, and computes it twice: its norm comes first."""
 
 
 def _how(value: Any) -> Any:

@@ -3,13 +3,14 @@
 Nothing here may depend on the value of a tensor: no `.item()`, no branch on data. What must look at a value (is the
 gradient finite?) is done by the caller between `forward_backward` and `update`.
 
-Order of application, written here once: freeze -> adapters, or 16-bit compute over float32 weights -> recompute ->
-optimiser.
+Order of application, written here once: freeze -> adapters, or 16-bit compute over float32 weights -> lean norms and
+MLPs -> recompute -> optimiser.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,11 @@ from transformers import PreTrainedModel
 from snugtune.adapters import lora
 from snugtune.data.choices import TreeBatch
 from snugtune.data.pack import MicroBatch
-from snugtune.memory import master, optimizers, recompute
+from snugtune.memory import lean, master, optimizers, recompute
 from snugtune.memory.chunked_loss import Head, chunked_loss, token_log_probs
 from snugtune.models.blocks import anatomy
 from snugtune.models.load import DTYPES
-from snugtune.recipe import Recipe, What
+from snugtune.recipe import Packing, Recipe, What
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
@@ -93,11 +94,19 @@ class Scorer:
 
 
 class Step(Scorer):
-    """One model made ready to train: `forward_backward` for each micro-batch, look at the norm, then `update`."""
+    """One model made ready to train: `forward_backward` for each micro-batch, look at the norm, then `update`.
+
+    Where `updates_in_backward`, the gradients never exist together: `norm_in_backward` for the one micro-batch of the global
+    batch, look at the norm, then `update_in_backward` for it again (Lv et al., arXiv 2306.09782, who call it LOMO).
+    """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         super().__init__(model, recipe.how.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS)
         self.trainable = [p for p in model.parameters() if p.requires_grad]
+        self._random_state: list[Tensor] = []
+        self._reached: Collection[int] = ()
+        """ids of the parameters whose gradients `norm_in_backward` saw and dropped."""
+        self.updates_in_backward = recipe.how.update == "in_backward"
         decay = [p for p in self.trainable if p.ndim > 1]
         plain = [p for p in self.trainable if p.ndim <= 1]  # norms and biases are not decayed
         groups = [{"params": decay, "weight_decay": recipe.what.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -116,6 +125,51 @@ class Step(Scorer):
         (loss * (loss_scale / label_tokens)).backward()
         return loss.detach()
 
+    def norm_in_backward(
+        self, batch: MicroBatch, *, label_tokens: int, loss_scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(loss, gradient norm) of this micro-batch as `forward_backward` and `grad_norm` give them; gradients are dropped as
+        they come."""
+        self._random_state = _random_state(batch.input_ids_1T.device)
+        norms: dict[int, Tensor] = {}
+
+        def measure(p: Tensor) -> None:
+            norms[id(p)] = torch.linalg.vector_norm(p.grad)
+
+        with self._as_they_come(measure):
+            loss = self.forward_backward(batch, label_tokens=label_tokens, loss_scale=loss_scale)
+        self._reached = norms.keys()
+        return loss, torch.linalg.vector_norm(torch.stack(list(norms.values())))
+
+    def update_in_backward(
+        self, batch: MicroBatch, *, label_tokens: int, factor: float, learning_rate: float, loss_scale: float = 1.0
+    ) -> None:
+        """The gradients of this micro-batch again, each used as `update` uses it and then dropped."""
+        self._set_rate(learning_rate)
+        _set_random_state(batch.input_ids_1T.device, self._random_state)
+
+        def use(p: Tensor) -> None:
+            p.grad.mul_(factor)  # type: ignore[union-attr]
+            self.optimizer.step()  # this parameter alone has a gradient
+
+        with self._as_they_come(use):
+            self.forward_backward(batch, label_tokens=label_tokens, loss_scale=loss_scale)
+
+    @contextmanager
+    def _as_they_come(self, use: Callable[[Tensor], object]) -> Generator[None]:
+        """Call `use` with each parameter whose gradient is complete, and drop the gradient."""
+
+        def hook(p: Tensor) -> None:
+            use(p)
+            p.grad = None
+
+        hooks = [p.register_post_accumulate_grad_hook(hook) for p in self.trainable]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
     @property
     def on_host(self) -> list[Tensor]:
         """Tensors that are kept in the host's memory, whatever the device is."""
@@ -128,7 +182,11 @@ class Step(Scorer):
 
     def without_gradient(self) -> list[str]:
         """Names of trainable tensors that no gradient has reached."""
-        return [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        return [
+            name
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and p.grad is None and id(p) not in self._reached
+        ]
 
     def grad_norm(self) -> Tensor:
         """Euclidean norm over all gradients, still multiplied by the loss scale."""
@@ -136,13 +194,16 @@ class Step(Scorer):
 
     def update(self, *, factor: float, learning_rate: float) -> None:
         """Multiply the gradients by `factor` (clipping, 1 / loss scale), step the optimiser, drop the gradients."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._set_rate(learning_rate)
         for parameter in self.trainable:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
         self.optimizer.step()
         self.drop_gradients()
+
+    def _set_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
 
     def drop_optimizer_state(self) -> None:
         """Forget the moments: nothing trains after this."""
@@ -151,6 +212,16 @@ class Step(Scorer):
     def drop_gradients(self) -> None:
         """Forget the gradients, and give their memory back."""
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _set_random_state(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def build(recipe: Recipe, model: PreTrainedModel) -> Step:
@@ -162,14 +233,19 @@ def build(recipe: Recipe, model: PreTrainedModel) -> Step:
         RecipeError: for a target module that does not exist.
     """
     _METHODS[recipe.what.method](model, recipe)
-    again = recompute.modules_of(anatomy(model), recipe.how.recompute)
-    recompute.apply(again, random=draws_random_numbers(model, recipe))
+    lean.apply(model)
+    recompute.apply(anatomy(model), recipe.how.recompute, random=draws_random_numbers(model, recipe))
     return Step(model.train(), recipe)
 
 
+def packing(what: What) -> Packing | None:
+    """How the linears inside the blocks are packed: where the base (`auto` is resolved) is not what they compute in."""
+    return None if what.base in ("auto", "fp32", what.precision) or what.method == "full" else what.base
+
+
 def stored_dtype(what: What, compute: torch.dtype) -> torch.dtype:
-    """What the model's weights are loaded as; of an int4 base, those that stay whole (embeddings, norms, head)."""
-    return torch.float32 if what.method == "full" else DTYPES.get(what.base, compute)
+    """What the model's weights are loaded as; of a packed base, those that stay whole (embeddings, norms, head)."""
+    return torch.float32 if what.method == "full" else compute
 
 
 def _train_adapters(model: PreTrainedModel, recipe: Recipe) -> None:

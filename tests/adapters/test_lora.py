@@ -413,7 +413,7 @@ def test_a_step_over_4_bits_is_one_over_the_weights_that_they_stand_for(name: st
     results = []
     for prepare in (lambda model: model, _unpacked):
         model = tiny.model(name)
-        load.pack_linears(model)
+        load.pack_linears(model, Int4Linear, filled=True)
         torch.manual_seed(3)
         built = step.build(recipe, prepare(model))
         _drawn(model)
@@ -429,7 +429,7 @@ def test_a_step_over_4_bits_is_one_over_the_weights_that_they_stand_for(name: st
 def test_the_same_layers_are_targets_over_4_bits():
     for name in ("llama", "gpt2"):
         plain, packed = tiny.model(name), tiny.model(name)
-        load.pack_linears(packed)
+        load.pack_linears(packed, Int4Linear, filled=True)
         for cfg in (Lora(target_modules="all-linear"), Lora(target_modules=FAMILIES[name])):
             assert lora.targets(packed, cfg) == lora.targets(plain, cfg)
 
@@ -437,7 +437,7 @@ def test_the_same_layers_are_targets_over_4_bits():
 def test_an_adapter_trained_over_4_bits_loads_in_peft(tmp_path: Path):
     cfg = Lora(r=3, lora_alpha=7, target_modules="all-linear")
     packed = tiny.model("gpt2", attn="eager")
-    load.pack_linears(packed)
+    load.pack_linears(packed, Int4Linear, filled=True)
     lora.apply(packed, cfg)
     _drawn(packed)
     _save(packed, cfg, tmp_path / "adapter")

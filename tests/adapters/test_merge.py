@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import tiny
 from snugtune.adapters import lora, merge, save
 from snugtune.errors import InputError, ModelError
-from snugtune.kernels.int4 import Int4Linear
+from snugtune.kernels.packed import PackedLinear
 from snugtune.models import drift, load
 from snugtune.recipe import Lora
 
@@ -233,12 +234,16 @@ def test_names_without_the_models_prefix_are_found(tmp_path: Path):
 # --- an adapter that was trained over 4 bits --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "phi3"])
+@pytest.mark.parametrize(
+    ("name", "packing"), [*((name, "int4") for name in ("llama", "gpt2", "qwen3", "phi3")), ("llama", "nf4")]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_over_4_bits_it_is_merged_into_what_it_saw(name: str, dtype: torch.dtype, tmp_path: Path):
-    source = _source(_base(tmp_path / "base", name), Lora(r=3, target_modules=FAMILIES[name]))
-    folder = _write(source, dtype=dtype, packed=True)
-    trained = load.load_model(source, dtype=torch.float32, int4=True)
+def test_over_4_bits_it_is_merged_into_what_it_saw(name: str, packing: Any, dtype: torch.dtype, tmp_path: Path):
+    wider = {"hidden_size": 64, "intermediate_size": 128} if packing == "nf4" else {}
+    unpacked = _source(_base(tmp_path / "base", name, **wider), Lora(r=3, target_modules=FAMILIES[name]))
+    source = replace(unpacked, packing=packing)
+    folder = _write(source, dtype=dtype)
+    trained = load.load_model(source, dtype=torch.float32, packing=packing)
     assert source.adapter is not None
     save.load(trained, source.adapter)
     rows = drift.choose([(ids, [False] + [True] * 6) for ids in IDS.tolist()], vocabulary=tiny.VOCAB)
@@ -249,14 +254,16 @@ def test_over_4_bits_it_is_merged_into_what_it_saw(name: str, dtype: torch.dtype
         assert found.max_logit_drift < 1e-4
     for key, tensor in _stored(folder).items():  # every packed layer, adapted or not, and nothing else
         is_packed = any(
-            key == f"{n.removesuffix('.base')}.weight" for n, m in trained.named_modules() if isinstance(m, Int4Linear)
+            key == f"{n.removesuffix('.base')}.weight"
+            for n, m in trained.named_modules()
+            if isinstance(m, PackedLinear)
         )
         adapted = any(key == f"{n}.weight" for n in lora.layers(trained))
         same = torch.equal(tensor, original.state_dict()[key].to(dtype))
         assert same != (is_packed or adapted), key
     plain = tmp_path / "plain"
     plain.mkdir()
-    merge.write(source, plain, dtype=dtype)
+    merge.write(unpacked, plain, dtype=dtype)
     other = load.load_model(load.ModelSource("merged", plain, "merged"), dtype=torch.float32)
     from_original = drift.measure(drift.keep(trained, rows), other, rows)
     assert found.kl < from_original.kl * (0.01 if dtype == torch.float32 else 0.5), "the original weights are no worse"
@@ -264,11 +271,11 @@ def test_over_4_bits_it_is_merged_into_what_it_saw(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_small_pieces_of_4_bits_write_the_same_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = _source(_base(tmp_path / "base", name), Lora(r=3, target_modules=FAMILIES[name]))
-    folder = _write(source, dtype=torch.float32, packed=True)
+    source = replace(_source(_base(tmp_path / "base", name), Lora(r=3, target_modules=FAMILIES[name])), packing="int4")
+    folder = _write(source, dtype=torch.float32)
     expected = _stored(folder)
     monkeypatch.setattr(merge, "PIECE_BYTES", 1000)
-    merge.write(source, folder, dtype=torch.float32, packed=True)
+    merge.write(source, folder, dtype=torch.float32)
     for key, tensor in _stored(folder).items():
         tiny.assert_close(tensor, expected[key], within=1e-6, name=key)
 

@@ -21,7 +21,7 @@ def _gradients(recomputed: slice) -> dict[str, Tensor]:
     built = step.build(tiny.recipe(what=WHAT), model)
     for layer in lora.layers(model).values():
         layer.lora_B.data.normal_(generator=torch.Generator().manual_seed(1))
-    recompute.apply(built.parts.blocks[recomputed])
+    recompute.apply_to(built.parts.blocks[recomputed])
     built.forward_backward(collate(tiny.rows([9, 7, 5])), label_tokens=15)
     without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not without, f"trainable weights without a gradient: {without}"

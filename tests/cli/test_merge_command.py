@@ -231,7 +231,7 @@ def test_a_run_over_4_bits_is_merged_into_what_it_saw(run, trained, rows_file, p
     copy = place / "run"
     shutil.copytree(trained, copy)
     ours = copy / "adapter" / "snugtune.json"
-    ours.write_text(json.dumps(json.loads(ours.read_text()) | {"int4": True}))
+    ours.write_text(json.dumps(json.loads(ours.read_text()) | {"packing": "int4"}))
     code, out, err = run("merge", copy, "--output", place / "merged", "--data", rows_file, "--dtype", "fp32", "--json")
     assert code == 0, err
     report = json.loads(out)

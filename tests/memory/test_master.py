@@ -152,7 +152,7 @@ def test_recompute_is_bit_equal(name: str, policy: Any):
     """Dropout included where the family has it."""
     changes = {"resid_pdrop": 0.1} if name in ("gpt2", "phi") else {}
     plain, again = (_over_float32(name, torch.bfloat16, **changes) for _ in range(2))
-    recompute.apply(recompute.modules_of(Scorer(again).parts, policy))
+    recompute.apply(Scorer(again).parts, policy)
     loss, gradients = _loss_and_gradients(plain)
     same_loss, same_gradients = _loss_and_gradients(again)
     assert torch.equal(loss, same_loss)
@@ -168,7 +168,7 @@ def test_it_runs_on_fake_tensors(name: str, policy: Any):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = load.shell(tiny.config(name), torch.float32).requires_grad_(True).train()
         master.apply(model, torch.bfloat16)
-        recompute.apply(recompute.modules_of(Scorer(model).parts, policy))
+        recompute.apply(Scorer(model).parts, policy)
         _, gradients = _loss_and_gradients(model)
     assert gradients.keys() == {weight for weight, _ in model.named_parameters()}
     assert {g.dtype for g in gradients.values()} == {torch.float32}

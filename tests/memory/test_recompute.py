@@ -330,7 +330,7 @@ def test_apply_gives_a_whole_model_the_same_gradients():
             tiny.model("llama", attn="eager", num_hidden_layers=3, attention_dropout=0.1).requires_grad_(True).train()
         )
         if again:
-            module.apply(model.model.layers)
+            module.apply_to(model.model.layers)
         torch.manual_seed(1)
         model(input_ids=torch.tensor([[5, 9, 77, 3]]), use_cache=False).logits.square().mean().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {
@@ -359,7 +359,7 @@ def _whole_model(name: str, policy: Any, *, what: str = "full", **changes: Any) 
         lora.apply(model, tiny.recipe(what={"lora": {"target_modules": targets, "lora_dropout": 0.2}}).what.lora)
         for layer in lora.layers(model).values():
             layer.lora_B.data.normal_(std=0.1)
-    module.apply(module.modules_of(anatomy(model), policy))
+    module.apply(anatomy(model), policy)
     return model.train()
 
 
@@ -417,10 +417,18 @@ def test_selective_keeps_less_than_none_and_more_than_block(name: str, what: str
 
 
 def test_a_family_without_recognised_mlps_recomputes_whole_blocks_under_selective():
-    parts = anatomy(tiny.model("opt", attn="sdpa"))
+    model = tiny.model("opt", attn="sdpa")
+    parts = anatomy(model)
     assert parts.mlps == ()
-    assert list(module.modules_of(parts, "selective")) == list(parts.blocks)
-    assert list(module.modules_of(parts, None)) == list(module.modules_of(parts, "none")) == []
+
+    def stood_in_for() -> list[nn.Module]:
+        return [m for m in model.modules() if "forward" in vars(m)]
+
+    for nothing in (None, "none"):
+        module.apply(parts, nothing)
+        assert stood_in_for() == []
+    module.apply(parts, "selective")
+    assert stood_in_for() == list(parts.blocks)
 
 
 def test_every_other_family_names_one_mlp_for_each_block():

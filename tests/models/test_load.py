@@ -76,15 +76,15 @@ def test_a_weight_of_another_shape_is_named(tmp_path):
         load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("int4", [False, True])
-def test_a_weight_that_no_file_has_is_named_and_not_drawn_at_random(tmp_path, int4):
+@pytest.mark.parametrize("packing", [None, "int4", "nf4"])
+def test_a_weight_that_no_file_has_is_named_and_not_drawn_at_random(tmp_path, packing):
     tiny.model("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lack 1 of its weights, model\.layers\.1\.mlp\.up_proj\.weight"):
-        load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, int4=int4)
+        load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, packing=packing)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_tensors_are_read_by_rows_and_converted(tmp_path, monkeypatch, dtype, sh
         assert torch.equal(got, wanted.to(asked))
 
 
-@pytest.mark.parametrize("int4", [False, True])
-def test_numbers_that_are_no_weights_are_refused(tmp_path, int4):
+@pytest.mark.parametrize("packing", [None, "int4", "nf4"])
+def test_numbers_that_are_no_weights_are_refused(tmp_path, packing):
     tiny.model("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({k: v.to(torch.int8) if k == name else v for k, v in load_file(file).items()}, file, {"format": "pt"})
     with pytest.raises(ModelError, match=r"up_proj\.weight is stored as torch\.int8"):
-        load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, int4=int4)
+        load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, packing=packing)
 
 
 # --- 4 bits ----------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def _packed_layers(model: nn.Module) -> dict[str, Int4Linear]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_loaded_in_4_bits_is_the_stored_one_rounded(saved, dtype):
     stored = load_file(saved / "model.safetensors")
-    loaded = load.load_model(load.resolve(str(saved)), dtype=dtype, int4=True)
+    loaded = load.load_model(load.resolve(str(saved)), dtype=dtype, packing="int4")
     layers = _packed_layers(loaded)
     assert len(layers) >= 2 * 3
     for name, layer in layers.items():
@@ -199,7 +199,7 @@ def test_a_model_loaded_in_4_bits_is_the_stored_one_rounded(saved, dtype):
 @pytest.mark.parametrize("name", tiny.VARIANTS)
 def test_every_family_computes_with_the_packed_weights(name):
     packed, plain = tiny.model(name, attn="eager"), tiny.model(name, attn="eager")
-    load.pack_linears(packed)
+    load.pack_linears(packed, Int4Linear, filled=True)
     for layer_name, layer in _packed_layers(packed).items():
         weight = layer.dense(torch.float32)
         plain.get_submodule(layer_name).weight.data = weight.t().contiguous() if layer.transposed else weight
@@ -212,7 +212,7 @@ def test_every_family_computes_with_the_packed_weights(name):
 def test_embeddings_norms_and_head_stay_as_they_are():
     config = tiny.config("llama", hidden_size=128, intermediate_size=256)
     with torch.device("meta"):
-        model = load.shell(config, torch.bfloat16, int4=True)
+        model = load.shell(config, torch.bfloat16, packing="int4")
         dense = load.shell(config, torch.bfloat16)
     assert len(_packed_layers(model)) == 2 * 7
     expected = {
@@ -232,15 +232,15 @@ def test_the_shell_on_fake_tensors_has_the_bytes_of_the_loaded_model(saved):
         return {name: t.nbytes for name, t in model.state_dict().items()}
 
     source = load.resolve(str(saved))
-    loaded = load.load_model(source, dtype=torch.bfloat16, int4=True)
+    loaded = load.load_model(source, dtype=torch.bfloat16, packing="int4")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert bytes_of(load.shell(load.read_config(source), torch.bfloat16, int4=True)) == bytes_of(loaded)
+        assert bytes_of(load.shell(load.read_config(source), torch.bfloat16, packing="int4")) == bytes_of(loaded)
 
 
 def test_a_layer_that_has_no_groups_is_kept_and_told(tmp_path, caplog):
     tiny.model("llama").save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
-        loaded = load.load_model(load.resolve(str(tmp_path)), dtype=torch.bfloat16, int4=True)
+        loaded = load.load_model(load.resolve(str(tmp_path)), dtype=torch.bfloat16, packing="int4")
     assert isinstance(loaded.model.layers[0].mlp.down_proj, nn.Linear)  # 48 inputs
     assert isinstance(loaded.model.layers[0].mlp.up_proj, Int4Linear)
     assert "2 linear layers stay in bfloat16" in caplog.text
@@ -253,10 +253,10 @@ def test_names_that_transformers_maps_are_rounded_after_its_loader(tmp_path):
     file = tmp_path / "model.safetensors"
     config = load.read_config(load.resolve(str(tmp_path)))
     assert load.streams(load.resolve(str(tmp_path)), config)
-    streamed = load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, int4=True)
+    streamed = load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, packing="int4")
     save_file({k.removeprefix("transformer."): v for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
     assert not load.streams(load.resolve(str(tmp_path)), config)
-    loaded = load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, int4=True)
+    loaded = load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, packing="int4")
     assert len(_packed_layers(loaded)) == 2 * 4
     assert streamed.state_dict().keys() == loaded.state_dict().keys()
     for name, tensor in loaded.state_dict().items():
@@ -271,13 +271,13 @@ def test_a_packed_weight_of_another_shape_is_named(tmp_path, family):
     config = json.loads((tmp_path / "config.json").read_text()) | {key: wrong}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"mlp\.\w+\.\w+ is stored as"):
-        load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, int4=True)
+        load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, packing="int4")
 
 
 def test_the_largest_weight_counts_as_it_is_unpacked():
     config = tiny.config("llama", hidden_size=128, intermediate_size=512)
     with torch.device("meta"):
-        packed, dense = (load.shell(config, torch.bfloat16, int4=i) for i in (True, False))
+        packed, dense = (load.shell(config, torch.bfloat16, packing=i) for i in ("int4", None))
     assert load.largest_weight_bytes(packed, torch.bfloat16) == 128 * 512 * 2
     assert load.largest_weight_bytes(dense, torch.bfloat16) == 128 * 512 * 2
     assert load.largest_weight_bytes(packed, torch.float32) == 128 * 512 * 4
@@ -286,8 +286,8 @@ def test_the_largest_weight_counts_as_it_is_unpacked():
 def test_what_loading_holds_besides_the_weights():
     config = tiny.config("llama", hidden_size=128, intermediate_size=256)
     with torch.device("meta"):
-        packed, dense = (load.shell(config, torch.bfloat16, int4=i) for i in (True, False))
-        gpt2 = load.shell(tiny.config("gpt2"), torch.bfloat16, int4=True)
+        packed, dense = (load.shell(config, torch.bfloat16, packing=i) for i in ("int4", None))
+        gpt2 = load.shell(tiny.config("gpt2"), torch.bfloat16, packing="int4")
 
     def transient(model: nn.Module, stored: torch.dtype, device: str = "cpu", streamed: bool = True) -> int:
         return load.load_transient_bytes(model, torch.bfloat16, stored=stored, device=device, streamed=streamed)
@@ -311,14 +311,14 @@ def held(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
-source, int4 = load.resolve(sys.argv[1]), sys.argv[2] == "int4"
+source, packing = load.resolve(sys.argv[1]), sys.argv[2] if sys.argv[2] in load.PACKINGS else None
 with torch.device("meta"):
-    shell = load.shell(load.read_config(source), torch.bfloat16, int4=int4)
+    shell = load.shell(load.read_config(source), torch.bfloat16, packing=packing)
 load.weight_files(source)
 torch.ones(4096, 8).bfloat16().float().round_()
 Path("/proc/self/clear_refs").write_text("5")
 before, mapped = held("VmRSS"), held("VmData")
-loaded = load.load_model(source, dtype=torch.bfloat16, int4=int4)
+loaded = load.load_model(source, dtype=torch.bfloat16, packing=packing)
 placed = sum(t.nbytes for t in (*loaded.parameters(), *loaded.buffers()))
 transient = load.load_transient_bytes(shell, torch.bfloat16, stored=torch.float32)
 print(held("VmHWM") - before, held("VmData") - mapped, placed, transient)
@@ -327,7 +327,7 @@ print(held("VmHWM") - before, held("VmData") - mapped, placed, transient)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("storage", "shrinks_by"), [("int4", 7), ("bf16", 1.9)])
+@pytest.mark.parametrize(("storage", "shrinks_by"), [("int4", 7), ("nf4", 6.9), ("bf16", 1.9)])
 def test_the_model_as_stored_is_never_in_memory(tmp_path, storage, shrinks_by):
     """In a process of its own: 196 MiB of float32 in a file, of which 26 MiB are left in 4 bits."""
     model = tiny.model("llama", hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_key_value_heads=4)

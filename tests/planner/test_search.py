@@ -16,11 +16,11 @@ from snugtune import cards
 from snugtune.data.dataset import Dataset
 from snugtune.data.pack import global_batches, pack
 from snugtune.device import CUDA_CONTEXT_BYTES, Allocator, DeviceSpec
-from snugtune.errors import DoesNotFit
+from snugtune.errors import DoesNotFit, RecipeError
 from snugtune.planner import explain, speed
 from snugtune.planner import search as planning
 from snugtune.planner.search import Batches, Run, Surroundings, search
-from snugtune.planner.simulate import Means, Work, simulate, simulate_whole
+from snugtune.planner.simulate import Means, Micro, Work, simulate, simulate_whole
 from snugtune.planner.speed import Rates
 from snugtune.units import MIB
 
@@ -41,11 +41,12 @@ _seen = {}
 
 
 def _remember(name, function, recipe, config, work, means):
-    rows = (*work.micro_batches, *work.eval_batches)
+    rows = (*(micro.rows for micro in work.micro_batches), *work.eval_batches)
     lengths = tuple(tuple((row.tokens, row.label_tokens, bool(row.choices)) for row in batch) for batch in rows)
     # A budget changes nothing that is simulated, and the sizes of micro-batches are in the rows.
     how = recipe.how.model_dump_json()
-    key = (name, recipe.what.model_dump_json(), how, config.to_json_string(), lengths, means.kind, means.dtype)
+    onto = tuple(micro.onto_gradients for micro in work.micro_batches)
+    key = (name, onto, recipe.what.model_dump_json(), how, config.to_json_string(), lengths, means.kind, means.dtype)
     if key not in _seen:
         _seen[key] = function(recipe, config, work, means)
     return _seen[key]
@@ -55,11 +56,16 @@ def plan(data: Dataset, budget_bytes: int, *, what=None, how=None):
     return ladder(data, budget_bytes, what=what, how=how).chosen
 
 
-def ladder(data, budget_bytes, *, what=None, how=None, around=AROUND, depth=8, config=None, goal="ladder"):
+def _run(*, what=None, how=None, depth=8, config=None, data=None, budget_bytes=1 << 40, dtype=None):
     settings = {"global_batch_rows": 8, "precision": "fp32", "base": "fp32", **(what or {})}
     recipe = tiny.recipe(what=settings, how=how)
-    shape = tiny.config("llama", num_hidden_layers=depth, **(config or {}))
-    return search(Run(recipe, recipe, shape, data, torch.float32, budget_bytes), around, goal=goal)
+    shape = tiny.config("llama", num_hidden_layers=depth, **({"dtype": dtype} if dtype else {}), **(config or {}))
+    return Run(recipe, recipe, shape, data, torch.float32, budget_bytes)
+
+
+def ladder(data, budget_bytes, *, what=None, how=None, around=AROUND, depth=8, config=None, goal="ladder"):
+    run = _run(what=what, how=how, depth=depth, config=config, data=data, budget_bytes=budget_bytes)
+    return search(run, around, goal=goal)
 
 
 @settings(max_examples=20, deadline=None)
@@ -99,7 +105,7 @@ def test_keeping_activations_is_preferred_and_recompute_taken_when_it_must_be(mo
     assert tight.peak_bytes < rich.peak_bytes
     with pytest.raises(DoesNotFit) as caught:
         plan(data, 1 << 10)
-    assert plan(data, caught.value.smallest_bytes).recipe.how.recompute == "block"
+    assert plan(data, caught.value.smallest_bytes).recipe.how.recompute == "offload"
 
 
 def test_what_the_recipe_names_is_kept():
@@ -129,7 +135,7 @@ def test_the_process_and_the_allocator_are_part_of_the_peak():
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_deep_model_is_extrapolated_to_the_byte(method, recompute, lengths):
     # Activations outgrow gradients in the long batch and not in the short one: the moment of the peak moves with depth.
-    work = Work((tuple(tiny.rows(lengths)),), (), 4096)
+    work = Work((Micro(tuple(tiny.rows(lengths))),), (), 4096)
     recipe = tiny.recipe(what={"method": method}, how={"recompute": recompute})
     config = tiny.config("llama", num_hidden_layers=12)
     whole = simulate_whole(recipe, config, work, FP32)
@@ -200,16 +206,30 @@ def test_a_base_in_4_bits_is_taken_only_where_nothing_else_fits(bare):
 
 
 def test_what_changes_the_result_least_is_tried_first():
-    def tried(around, **what):
+    def tried(around, update="after_backward", **what):
         return [
             (r.what.base, r.how.optimizer)
-            for r in planning._storages(tiny.recipe(what={"precision": "bf16", **what}), around.device)
+            for r in planning._storages(_run(what={"precision": "bf16", "base": "auto", **what}), around.device)
+            if r.how.update == update
         ]
 
     assert tried(CARD) == [("bf16", "adamw"), ("int4", "adamw")]
     assert tried(CARD, base="bf16") == [("bf16", "adamw")], "what is named is kept"
     assert tried(CARD, method="full") == [("fp32", "adamw"), ("fp32", "adamw_host"), ("fp32", "adamw_8bit")]
     assert tried(AROUND, method="full") == [("fp32", "adamw"), ("fp32", "adamw_8bit")], "a CPU has no other memory"
+    assert tried(AROUND, "in_backward", method="full") == [("fp32", "adamw"), ("fp32", "adamw_8bit")]
+    assert tried(CARD, "in_backward") == [], "adapters' gradients are small"
+
+
+def test_16_bits_come_before_4_where_the_files_have_no_more():
+    def bases(stored, precision):
+        found = _run(what={"precision": precision, "base": "auto"}, dtype=stored)
+        return [r.what.base for r in planning._storages(found, CPU)]
+
+    assert bases(torch.bfloat16, "fp32") == ["fp32", "bf16", "int4"]
+    assert bases(torch.float16, "fp32") == ["fp32", "fp16", "int4"]
+    assert bases(torch.float32, "fp32") == ["fp32", "int4"]
+    assert bases(torch.float16, "bf16") == ["bf16", "int4"], "fp16 would lose nothing, and save nothing"
 
 
 def test_the_winner_alone_is_the_ladders_first(bare):
@@ -255,3 +275,33 @@ def test_a_faster_device_is_told_with_what_was_predicted_before():
     faster = found.faster_by(2).faster_by(3)
     assert faster.tokens_per_second == pytest.approx(6 * found.tokens_per_second)
     assert faster.as_json()["uncalibrated_tokens_per_second"] == pytest.approx(found.tokens_per_second)
+
+
+def test_updates_in_the_backward_are_taken_where_the_gradients_do_not_fit_together(bare):
+    full = {"what": {"method": "full"}, **WIDE}
+    usual, exact = (
+        _smallest(AROUND, how={"update": update, "optimizer": "adamw"}, **full)
+        for update in ("after_backward", "in_backward")
+    )
+    assert exact < usual
+    assert ladder(ROWS, usual, **full).chosen.recipe.how.update == "after_backward"
+    chosen = ladder(ROWS, usual - (1 << 20), **full).chosen.recipe.how
+    assert (chosen.update, chosen.optimizer) == ("in_backward", "adamw"), "exact ways come before 8-bit moments"
+    assert chosen.micro_batch_tokens == 8 * 60, "the global batch is one micro-batch"
+
+
+def test_updates_in_the_backward_need_the_global_batch_in_one_micro_batch(bare):
+    how = {"micro_batch_tokens": 64}
+    with pytest.raises(RecipeError, match="how.micro_batch_tokens to 480"):
+        ladder(ROWS, 1 << 40, what={"method": "full"}, how=how | {"update": "in_backward"})
+    assert ladder(ROWS, 1 << 40, what={"method": "full"}, how=how).chosen.recipe.how.update == "after_backward"
+
+
+@pytest.mark.parametrize("lengths", [[9] * 8, [30, 9, 9, 9, 9, 9, 9, 9], [9] * 7 + [30]])
+def test_a_micro_batch_that_is_not_the_first_of_its_step_is_planned_on_top_of_gradients(lengths):
+    batches = Batches.of(_run(data=Dataset(tiny.rows(lengths), [])), 20)
+    micros = batches.work.micro_batches
+    assert max(micro.tokens for micro in micros) == micros[0].tokens == max(lengths) or max(lengths) < 20
+    assert any(micro.onto_gradients for micro in micros)
+    alone = Batches.of(_run(data=Dataset(tiny.rows(lengths), [])), 1000)
+    assert [micro.onto_gradients for micro in alone.work.micro_batches] == [False]

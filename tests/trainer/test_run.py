@@ -158,15 +158,14 @@ def test_a_budget_that_cannot_hold_it_names_one_that_can(recipe, tmp_path):
 def test_wishes_that_cannot_be_run_rightly_are_refused_before_loading(recipe, monkeypatch):
     monkeypatch.setattr(load, "load_model", lambda *a, **k: pytest.fail("weights were loaded"))
     wishes = (
-        "what.base=bf16",
+        "what.base=fp32 what.precision=bf16",
         "what.method=full what.base=bf16",
         "what.lora.target_modules=[nowhere]",
         "how.optimizer=adamw_host",
     )
     for wish in wishes:
-        overrides = wish.split() + (["what.precision=fp32"] if wish == "what.base=bf16" else [])
         with pytest.raises(InputError):
-            api.train(recipe(*overrides))
+            api.train(recipe(*wish.split()))
 
 
 def test_a_run_over_an_int4_base_is_scored_over_that_base_again(recipe, tmp_path, rows_file):
@@ -176,10 +175,31 @@ def test_a_run_over_an_int4_base_is_scored_over_that_base_again(recipe, tmp_path
     moved = api.evaluate(str((tmp_path / "run" / "adapter").rename(tmp_path / "moved")), str(rows_file), budget=4 << 30)
     assert again.loss == moved.loss, "an adapter that was moved still knows its base's storage"
     source = load.resolve(str(tmp_path / "moved"))
-    assert source.int4
+    assert source.packing == "int4"
     own = json.loads((tmp_path / "moved" / "snugtune.json").read_text())
-    (tmp_path / "moved" / "snugtune.json").write_text(json.dumps(own | {"int4": False}))
+    (tmp_path / "moved" / "snugtune.json").write_text(json.dumps(own | {"packing": None}))
     assert api.evaluate(str(tmp_path / "moved"), str(rows_file), budget=4 << 30).loss != again.loss
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp16", "nf4"])
+def test_a_base_is_stored_in_fewer_bits_than_it_computes_in(recipe, tmp_path, rows_file, base):
+    if base == "nf4":
+        pytest.importorskip("bitsandbytes")
+    report = api.train(recipe(f"what.base={base}", "what.precision=fp32", "what.max_steps=6"))
+    assert report.loss_last < report.loss_first
+    assert load.resolve(str(tmp_path / "run")).packing == base
+    again = api.evaluate(str(tmp_path / "run"), str(rows_file), budget=4 << 30)
+    assert again.loss < 2 * report.loss_first
+
+
+def test_updates_in_the_backward_train_as_updates_after_it(recipe):
+    runs = [
+        api.train(recipe("what.method=full", "what.max_steps=4", "what.learning_rate=1e-3", f"how.update={update}"))
+        for update in ("after_backward", "in_backward")
+    ]
+    after, inside = runs
+    assert inside.how["update"] == "in_backward"
+    assert inside.loss_last == pytest.approx(after.loss_last, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 The linear is one autograd function. It keeps its input once, in the model's dtype, and nothing else of the micro-batch's
 size: x A^T is r wide and is computed again in backward, and the frozen weight's product needs no input. q and v of one
 block share the tensor that they keep. A and B are float32 whatever the base is stored in; they are cast for the product
-and updated in float32. A base in 4 bits is unpacked for its product, and again for the one in backward.
+and updated in float32. A packed base is unpacked for its product, and again for the one in backward.
 
 Shapes: T tokens (all leading dimensions), K input width, N output width, r rank.
 """
@@ -23,17 +23,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from snugtune.errors import RecipeError
-from snugtune.kernels.int4 import Int4Linear
+from snugtune.kernels.packed import PackedLinear
 from snugtune.recipe import Lora
 
-Linear = nn.Linear | Conv1D | Int4Linear
+Linear = nn.Linear | Conv1D | PackedLinear
 """Conv1D is GPT-2's linear: the same product with its weight stored [K, N]."""
 
 
 class _LoraFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor | Int4Linear, bias_N: Tensor | None,
+        ctx: Any, x: Tensor, weight_NK: Tensor | PackedLinear, bias_N: Tensor | None,
         a_rK: Tensor, b_Nr: Tensor, scale: float, dropout: float,
     ) -> Tensor:  # fmt: skip
         x_TK = x.reshape(-1, x.shape[-1])
@@ -44,7 +44,7 @@ class _LoraFunction(torch.autograd.Function):
             dropped_TK, keep_TK = torch.native_dropout(x_TK, dropout, train=True)
         low_Tr = dropped_TK @ a_rK.to(x.dtype).t()
         y_TN.addmm_(low_Tr, b_Nr.to(x.dtype).t(), alpha=scale)
-        packed = isinstance(weight_NK, Int4Linear)
+        packed = isinstance(weight_NK, PackedLinear)
         ctx.save_for_backward(x, None if packed else weight_NK, a_rK, b_Nr, keep_TK)
         ctx.packed_NK = weight_NK if packed else None
         ctx.scale, ctx.dropout = scale, dropout
@@ -74,8 +74,8 @@ class _LoraFunction(torch.autograd.Function):
         return dx, None, None, da_rK, db_Nr, None, None
 
 
-def _dense(weight_NK: Tensor | Int4Linear, dtype: torch.dtype) -> Tensor:
-    return weight_NK.dense(dtype) if isinstance(weight_NK, Int4Linear) else weight_NK
+def _dense(weight_NK: Tensor | PackedLinear, dtype: torch.dtype) -> Tensor:
+    return weight_NK.dense(dtype) if isinstance(weight_NK, PackedLinear) else weight_NK
 
 
 class LoraLinear(nn.Module):
@@ -84,8 +84,8 @@ class LoraLinear(nn.Module):
     def __init__(self, base: Linear, *, r: int, alpha: float, dropout: float) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        if isinstance(base, Int4Linear):
-            outputs, inputs, device = base.out_features, base.in_features, base.codes.device
+        if isinstance(base, PackedLinear):
+            outputs, inputs, device = base.out_features, base.in_features, base.device
         else:
             outputs, inputs = reversed(base.weight.shape) if isinstance(base, Conv1D) else base.weight.shape
             device = base.weight.device
@@ -94,13 +94,13 @@ class LoraLinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         self.scale = alpha / r
         self.dropout = dropout
-        self.transposed = base.transposed if isinstance(base, Int4Linear) else isinstance(base, Conv1D)
+        self.transposed = base.transposed if isinstance(base, PackedLinear) else isinstance(base, Conv1D)
         """Whether the model's files hold the weight as [K, N]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the dtype of the input."""
         base = self.base
-        weight = base if isinstance(base, Int4Linear) else base.weight.t() if self.transposed else base.weight
+        weight = base if isinstance(base, PackedLinear) else base.weight.t() if self.transposed else base.weight
         dropout = self.dropout if self.training else 0.0
         return _LoraFunction.apply(x, weight, base.bias, self.lora_A, self.lora_B, self.scale, dropout)
 

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from snugtune.adapters import lora, save
 from snugtune.errors import InputError, ModelError
-from snugtune.kernels import int4
-from snugtune.kernels.int4 import Int4Linear, Rows
+from snugtune.kernels.packed import PackedLinear, Rows
 from snugtune.models import load, stored
 from snugtune.models.stored import Stored
 from snugtune.units import MIB, format_bytes
@@ -85,7 +84,7 @@ class Role:
 
     adapter: lora.LoraLinear | None = None
     """Holds A, B and scale."""
-    packed: Int4Linear | None = None
+    packed: PackedLinear | None = None
     """The layer that held it in 4 bits, without data."""
 
 
@@ -126,13 +125,9 @@ def rows_at_once(shape: Sequence[int], role: Role) -> int:
     return rows
 
 
-def _as_packed(weight: Tensor, layer: Int4Linear) -> Tensor:
-    """Rows of a weight as `layer` held them, float32."""
-    weight_NK = weight.t() if layer.transposed else weight
-    packed = int4.empty(*weight_NK.shape, group=layer.group)
-    int4.quantize(weight_NK, packed)
-    dense_NK = int4.dense(packed, torch.float32)
-    return dense_NK.t() if layer.transposed else dense_NK
+def _as_packed(weight: Tensor, layer: PackedLinear) -> Tensor:
+    """Rows of a weight's file as `layer` held them, float32."""
+    return layer.as_stored(weight.t()).t() if layer.transposed else layer.as_stored(weight)
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------------
@@ -159,7 +154,7 @@ class _Entry:
 
 @torch.no_grad()
 def write(
-    source: load.ModelSource, folder: Path, *, dtype: torch.dtype | None = None, packed: bool = False,
+    source: load.ModelSource, folder: Path, *, dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES, advance: Advance = lambda done, total: None,
 ) -> Written:  # fmt: skip
     """Write the base of `source` with its adapter merged into it to `folder`, which exists and is empty.
@@ -172,7 +167,6 @@ def write(
         folder: see there.
         dtype: of the weights that are written. None: the base's own where that has 16 bits, else bfloat16. A tensor
             that the base stores in another precision than most of its weights (on purpose, then) stays as it is.
-        packed: the adapter was trained over this base in 4 bits, so that it is merged into what those say.
         shard_bytes: most weights in a file.
         advance: told after each tensor.
 
@@ -182,7 +176,7 @@ def write(
     """
     assert source.adapter is not None
     settings = _config(source)
-    entries, dtype = _entries(source, dtype, packed=packed)
+    entries, dtype = _entries(source, dtype)
     shards = _shards(entries, shard_bytes)
     total_bytes = sum(entry.size_bytes for entry in entries)
     if (free := shutil.disk_usage(folder).free) < total_bytes:
@@ -222,7 +216,7 @@ def tokenizer_folder(source: load.ModelSource) -> Path:
     return own if brought else source.folder
 
 
-def _entries(source: load.ModelSource, dtype: torch.dtype | None, *, packed: bool) -> tuple[list[_Entry], torch.dtype]:
+def _entries(source: load.ModelSource, dtype: torch.dtype | None) -> tuple[list[_Entry], torch.dtype]:
     """Every tensor of the base, in the order of its files, and the dtype of the weights."""
     assert source.adapter is not None
     found: dict[str, Stored] = {}
@@ -236,7 +230,7 @@ def _entries(source: load.ModelSource, dtype: torch.dtype | None, *, packed: boo
         raise ModelError(f"{source.name} holds no weights of 16 or 32 bits to merge into")
     usual = sizes.most_common(1)[0][0]
     dtype = dtype or (usual if usual.itemsize == 2 else torch.bfloat16)
-    roles = _roles(source, {name: tensor.shape for name, tensor in found.items()}, packed=packed)
+    roles = _roles(source, {name: tensor.shape for name, tensor in found.items()})
     entries = []
     for name, tensor in found.items():
         becomes = dtype if name in roles or tensor.dtype == usual else tensor.dtype
@@ -244,7 +238,7 @@ def _entries(source: load.ModelSource, dtype: torch.dtype | None, *, packed: boo
     return entries, dtype
 
 
-def _roles(source: load.ModelSource, shapes: Mapping[str, tuple[int, ...]], *, packed: bool) -> dict[str, Role]:
+def _roles(source: load.ModelSource, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Role]:
     """What to do to which weight of the base's files. The model's own weights are not loaded.
 
     Raises:
@@ -252,7 +246,7 @@ def _roles(source: load.ModelSource, shapes: Mapping[str, tuple[int, ...]], *, p
     """
     assert source.adapter is not None
     with torch.device("meta"):
-        model = load.shell(load.read_config(source), torch.float32, int4=packed)
+        model = load.shell(load.read_config(source), torch.float32, packing=source.packing)
         save.load(model, source.adapter)  # checks every name and shape; onto meta nothing is copied
     roles: dict[str, Role] = {}
     adapter = stored.contents(source.adapter / "adapter_model.safetensors")
@@ -261,10 +255,10 @@ def _roles(source: load.ModelSource, shapes: Mapping[str, tuple[int, ...]], *, p
         for part in ("lora_A", "lora_B"):
             tensor = adapter[f"{save.PREFIX}{module}.{part}.weight"][:]
             setattr(layer, part, torch.nn.Parameter(tensor, requires_grad=False))
-        beneath = layer.base if isinstance(layer.base, Int4Linear) else None
+        beneath = layer.base if isinstance(layer.base, PackedLinear) else None
         roles[_stored_name(module, layer.base, model.base_model_prefix, shapes, source)] = Role(layer, beneath)
     for module, layer in model.named_modules():
-        if isinstance(layer, Int4Linear) and module.removesuffix(".base") not in layers:
+        if isinstance(layer, PackedLinear) and module.removesuffix(".base") not in layers:
             roles[_stored_name(module, layer, model.base_model_prefix, shapes, source)] = Role(packed=layer)
     return roles
 
@@ -273,7 +267,7 @@ def _stored_name(
     module: str, layer: Any, prefix: str, shapes: Mapping[str, tuple[int, ...]], source: load.ModelSource
 ) -> str:
     """The name of a linear's weight in the base's files. GPT-2's leave the model's prefix out."""
-    if isinstance(layer, Int4Linear):
+    if isinstance(layer, PackedLinear):
         expected = [layer.out_features, layer.in_features][:: -1 if layer.transposed else 1]
     else:
         expected = list(layer.weight.shape)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from snugtune.adapters import lora
 from snugtune.errors import ModelError
 from snugtune.events import sync_folder
-from snugtune.recipe import Lora
+from snugtune.recipe import Lora, Packing
 
 PREFIX = "base_model.model."
 _UNSUPPORTED = {
@@ -43,7 +43,7 @@ _INITS_OF_AB_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
 
 def save(
     model: nn.Module, cfg: Lora, folder: Path, *, base: str, base_name: str, tokenizer: Tokenizer, readme: str,
-    int4: bool = False,
+    packing: Packing | None = None,
 ) -> None:  # fmt: skip
     """Write the adapters of `model` to `folder`.
 
@@ -55,7 +55,7 @@ def save(
         base_name: the base model as the recipe names it (what `snugtune` itself loads).
         tokenizer: goes along, since an adapter is of little use with another one.
         readme: README.md of the folder.
-        int4: the adapter was trained over the base in 4 bits, and is right over nothing else.
+        packing: how the base was stored, where it was in few bits: the adapter is right over nothing else.
     """
     layers = lora.layers(model)
     tensors = {}
@@ -72,7 +72,9 @@ def save(
     with whole_folder(folder) as aside:
         save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
         (aside / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (aside / "snugtune.json").write_text(json.dumps({"base": base_name, "int4": int4}) + "\n", encoding="utf-8")
+        (aside / "snugtune.json").write_text(
+            json.dumps({"base": base_name, "packing": packing}) + "\n", encoding="utf-8"
+        )
         (aside / "README.md").write_text(readme, encoding="utf-8")
         tokenizer.save_pretrained(aside)
 

@@ -1,4 +1,4 @@
-"""Frozen weights in group-wise 4-bit integers, and the linear layer over them, in plain torch.
+"""Frozen weights in group-wise 4-bit integers, in plain torch.
 
     w_nk = (q_nk - z_nG) * s_nG,    q, z in 0..15,    G = the group that k falls into
 
@@ -16,13 +16,12 @@ Shapes: T tokens, K input width, N output width, H = K / 2 bytes, g group size, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from transformers.pytorch_utils import Conv1D
+
+from snugtune.kernels.packed import PackedLinear, Rows
 
 GROUP_SIZES = (128, 64, 32)
 _LEVELS = 15
@@ -38,14 +37,6 @@ DENSE_BYTES = DENSE_BYTES_A_WEIGHT * _DENSE_SLICE
 _QUANTIZE_SLICE = 1 << 20
 QUANTIZE_BYTES = 16 * _QUANTIZE_SLICE
 """Most that `quantize` holds besides its result and a weight that is in memory already."""
-
-
-class Rows(Protocol):
-    """A weight [N, K] that gives some of its rows at a time: a tensor, or one that is still in its file."""
-
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """[R, K] in any floating dtype."""
-        ...
 
 
 class Packed(NamedTuple):
@@ -152,84 +143,43 @@ def _unpack(codes_RH: Tensor, zeros_RG: Tensor) -> Tensor:
     return codes_RGg
 
 
-class _Int4Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Int4Linear, bias_N: Tensor | None) -> Tensor:
-        ctx.layer = layer  # which the model holds anyway: nothing is kept for backward
-        return F.linear(x, layer.dense(x.dtype), bias_N)
+class Int4Linear(PackedLinear):
+    """A linear layer whose weight is frozen in group-wise 4-bit integers."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[override]
-        (dy,) = grad_outputs
-        needs_x, _, needs_bias = ctx.needs_input_grad
-        dx = dy @ ctx.layer.dense(dy.dtype) if needs_x else None
-        dbias_N = dy.flatten(0, -2).sum(0) if needs_bias else None
-        return dx, None, dbias_N
-
-
-class Int4Linear(nn.Module):
-    """A linear layer whose weight is frozen in 4 bits: y = x W^T + b.
-
-    The dense weight exists while a product needs it: in forward, and again in backward.
-    """
+    STORE_BYTES = QUANTIZE_BYTES
 
     def __init__(
         self, inputs: int, outputs: int, *, group: int, bias: nn.Parameter | None = None, transposed: bool = False,
         device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
-        """A layer without data yet, on `device` or wherever torch makes tensors now (`meta`, fake).
-
-        Args:
-            inputs: K.
-            outputs: N.
-            group: inputs that share a scale; see `group_size`.
-            bias: of the layer that this one stands for; it is kept as it is.
-            transposed: the model's files hold this weight as [K, N] (GPT-2).
-            device: of the packed weight.
-        """
-        super().__init__()
-        self.in_features, self.out_features, self.group, self.transposed = inputs, outputs, group, transposed
+        """A layer without data yet, on `device` or wherever torch makes tensors now (`meta`, fake)."""
+        super().__init__(inputs, outputs, group=group, bias=bias, transposed=transposed)
         packed = empty(outputs, inputs, group=group, device=device)
         self.codes: Tensor
         self.scales: Tensor
         self.zeros: Tensor
         for name, tensor in zip(("codes", "scales", "zeros"), packed, strict=True):
             self.register_buffer(name, tensor)
-        self.bias = bias
 
     @classmethod
-    def like(cls, linear: nn.Linear | Conv1D, *, group: int, device: torch.device | str | None = None) -> Self:
-        """A layer without data in the place of `linear`, with its bias, on `device` or where that one is."""
-        transposed = isinstance(linear, Conv1D)
-        outputs, inputs = reversed(linear.weight.shape) if transposed else linear.weight.shape
-        device = device or linear.weight.device
-        return cls(inputs, outputs, group=group, bias=linear.bias, transposed=transposed, device=device)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear | Conv1D, *, group: int, device: torch.device | str | None = None) -> Self:
-        """As `like`, with the layer's weight rounded to 4 bits."""
-        made = cls.like(linear, group=group, device=device)
-        made.store(linear.weight.t() if made.transposed else linear.weight)
-        return made
-
-    def store(self, weight_NK: Rows) -> None:
-        """Round this weight to 4 bits and keep it."""
-        quantize(weight_NK, self.packed)
+    def group_of(cls, outputs: int, inputs: int) -> int | None:
+        """See `group_size`."""
+        return group_size(outputs, inputs)
 
     @property
     def packed(self) -> Packed:
         """The weight as it is stored."""
         return Packed(self.codes, self.scales, self.zeros)
 
+    @property
+    def dense_bytes(self) -> int:
+        """Of a slice's temporaries."""
+        return min(DENSE_BYTES, DENSE_BYTES_A_WEIGHT * self.weights)
+
+    def store(self, weight_NK: Rows) -> None:
+        """Round this weight to 4 bits and keep it."""
+        quantize(weight_NK, self.packed)
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in `dtype`, made anew on each call."""
         return dense(self.packed, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N] in the dtype of the input."""
-        return _Int4Function.apply(x, self, self.bias)
-
-    def extra_repr(self) -> str:
-        """What `print` shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"

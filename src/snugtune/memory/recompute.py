@@ -4,6 +4,13 @@
                the price is one more forward.
     selective  Only the MLPs run again: most of what a block keeps is inside of its MLP, and attention, the part whose
                price grows with the square of a row, is not computed twice.
+    offload    As block, and the blocks' inputs wait outside of the device's memory (memory/offload.py), so that what is
+               left of a longer row is the inside of one block.
+
+Where an MLP runs again anyway (selective), or the inside of one block is all that counts (offload), long inputs go
+through it in tiles of tokens: an MLP treats each token by itself, so that its inner activations, the largest of a block,
+exist for a tile alone. Under offload that is one more forward of the MLPs; gradients of its weights are then sums over
+tiles.
 
 Exact: the second run sees the same inputs, the same random state and the same autocast state, so that gradients are
 bit-equal to a run that kept everything. (Where an MLP's input is used beside it as well, as in OLMo 2 and its kin whose
@@ -30,8 +37,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from snugtune.memory.offload import Shelf
 from snugtune.models.blocks import Anatomy
 from snugtune.recipe import Recompute
+
+
+TILE_TOKENS = 1024
+"""Of an MLP's input that are computed at one time: products of 7B-class widths are as fast as over more of them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,9 @@ class _Recompute(torch.autograd.Function):
         # `tensors` are the tensor arguments followed by the trainable parameters.
         ctx.call = call
         ctx.surroundings = _Surroundings.now(call.device_type, random=call.random)
-        ctx.save_for_backward(*tensors)
+        first = call.keeps_from
+        ctx.away = [call.shelf.put(t) for t in tensors[:first]] if call.shelf else []
+        ctx.save_for_backward(*tensors[first:])
         ctx.set_materialize_grads(False)
         with torch.no_grad():
             outputs, call.output_tree = tree_flatten(call.run(tensors[: call.arguments]))
@@ -93,7 +107,8 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[override]
         call: _Call = ctx.call
-        tensors = ctx.saved_tensors
+        tensors = (*(call.shelf.get(waiting) for waiting in ctx.away), *ctx.saved_tensors)
+        ctx.away = []
         wanted = ctx.needs_input_grad[1:]
         inputs = [t.detach().requires_grad_(needs) for t, needs in zip(tensors[: call.arguments], wanted, strict=False)]
         parameters = tensors[call.arguments :]
@@ -112,9 +127,10 @@ class _Recompute(torch.autograd.Function):
 class _Call:
     """A function with its arguments taken apart into tensors and the rest."""
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, *, random: bool) -> None:
-        self.function = function
-        self.random = random
+    def __init__(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, random: bool, shelf: Shelf | None
+    ) -> None:
+        self.function, self.random, self.shelf = function, random, shelf
         flat, self.tree = tree_flatten((args, kwargs))
         self.is_tensor = [isinstance(x, Tensor) for x in flat]
         self.others = [None if isinstance(x, Tensor) else x for x in flat]
@@ -122,6 +138,8 @@ class _Call:
         self.arguments = len(self.tensors)
         devices = {t.device.type for t in self.tensors} - {"cpu", "meta"}
         self.device_type = next(iter(devices), "cpu")
+        self.keeps_from = 1 if shelf and self.tensors and self.tensors[0].is_floating_point() else 0
+        """The tensors before this one go to the shelf: hidden states come first, what blocks share (rotary tables) after them."""
         self.output_tree: Any = None
         self.output_others: list[Any] = []
         self.output_is_tensor: list[bool] = []
@@ -143,6 +161,7 @@ def recompute(
     *args: Any,
     parameters: Iterable[Tensor] | None = None,
     random: bool = True,
+    shelf: Shelf | None = None,
     **kwargs: Any,
 ) -> Any:
     """`function(*args, **kwargs)`, keeping only its arguments for backward.
@@ -153,38 +172,121 @@ def recompute(
         args: tensors that may require gradients, at any depth of tuples, lists and dicts, among anything else.
         parameters: trainable tensors that the function uses besides its arguments; those of a module by default.
         random: False where the function draws no random number, so that no state need be kept.
+        shelf: where the first tensor waits; None: on the device.
         kwargs: as args.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if parameters is None:
         parameters = function.parameters() if isinstance(function, nn.Module) else ()
-    call = _Call(function, args, kwargs, random=random)
+    call = _Call(function, args, kwargs, random=random, shelf=shelf)
     tensors, call.tensors = call.tensors, []  # autograd keeps them; a second list would outlive it
     return call.rebuild(_Recompute.apply(call, *tensors, *(p for p in parameters if p.requires_grad)))
 
 
-def modules_of(parts: Anatomy, policy: Recompute | None) -> Iterable[nn.Module]:
-    """What runs again in backward. A family without recognised MLPs recomputes whole blocks under `selective` too: slower
-    than it might be, and never more memory than asked for."""
-    if policy == "selective":
-        return parts.mlps or parts.blocks
-    return parts.blocks if policy == "block" else ()
+class _Tiled(torch.autograd.Function):
+    """A function of each token alone, a tile of tokens at a time; the input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        return _by_tiles(function, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[override]
+        (dy,) = grad_outputs
+        x, *parameters = ctx.saved_tensors
+        wants_x = ctx.needs_input_grad[1]
+        dx = torch.empty_like(x) if wants_x else None
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for part in _tiles(x):
+            tile = x[:, part].detach().requires_grad_(wants_x)
+            with torch.enable_grad():
+                y = ctx.function(tile)
+            targets = [tile, *parameters] if wants_x else parameters
+            found = list(torch.autograd.grad(y, targets, dy[:, part], allow_unused=True))
+            if dx is not None:
+                dx[:, part] = found.pop(0)
+            sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, found, strict=True)]
+        return (None, dx, *sums)
 
 
-def apply(modules: Iterable[nn.Module], *, random: bool = True) -> None:
-    """Recompute each of `modules` in backward. Call it after adapters are in, since it looks at what is trainable then."""
+def _tiles(x: Tensor) -> Iterable[slice]:
+    return (slice(start, start + TILE_TOKENS) for start in range(0, x.shape[1], TILE_TOKENS))
+
+
+def _by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out = None
+    with torch.no_grad():
+        for part in _tiles(x):
+            y = function(x[:, part])
+            if out is None:
+                out = y.new_empty(*x.shape[:-1], y.shape[-1])
+            out[:, part] = y
+            del y  # before the next tile's is made
+    assert out is not None
+    return out
+
+
+def tiled(function: Callable[[Tensor], Tensor], x: Tensor, *, parameters: Iterable[Tensor]) -> Tensor:
+    """`function(x)` for [1, T, D] of a function that treats tokens alike, each by itself, and draws no random number.
+
+    What is inside of it exists for TILE_TOKENS tokens at one time, in forward and, computed again, in backward.
+    """
+    if x.shape[1] <= TILE_TOKENS:
+        return function(x)
+    if not torch.is_grad_enabled():
+        return _by_tiles(function, x)
+    return _Tiled.apply(function, x, *(p for p in parameters if p.requires_grad))
+
+
+def apply(parts: Anatomy, policy: Recompute | None, *, random: bool = True) -> None:
+    """Recompute in backward what the policy names. Call it after adapters are in, since it looks at what is trainable then.
+
+    A family without recognised MLPs recomputes whole blocks under `selective` too: slower than it might be, and never more
+    memory than asked for. Random numbers would be drawn in another order by tiles, so that there are none then.
+    """
+    tiles = not random and parts.packs
+    if policy == "selective" and parts.mlps:
+        apply_to(parts.mlps, random=random, tiles=tiles)
+    elif policy == "offload":
+        if tiles:
+            for mlp in parts.mlps:
+                mlp.forward = _InTiles(mlp)  # type: ignore[method-assign]
+        apply_to(parts.blocks, random=random, shelf=Shelf())
+    elif policy in ("selective", "block"):
+        apply_to(parts.blocks, random=random)
+
+
+def apply_to(
+    modules: Iterable[nn.Module], *, random: bool = True, tiles: bool = False, shelf: Shelf | None = None
+) -> None:
+    """Recompute each of `modules` in backward, by tiles of tokens where told so, with its input kept on `shelf`."""
     for module in modules:
-        module.forward = _Recomputed(module, random=random)  # type: ignore[method-assign]
+        module.forward = _Recomputed(module, random=random, tiles=tiles, shelf=shelf)  # type: ignore[method-assign]
 
 
-class _Recomputed:
+class _InTiles:
     """Stands in for one module's forward; modules look `forward` up on themselves first."""
 
-    def __init__(self, module: nn.Module, *, random: bool) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.forward = module.forward
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.random = random
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return tiled(self.forward, x, parameters=self.parameters)
+
+
+class _Recomputed(_InTiles):
+    def __init__(self, module: nn.Module, *, random: bool, tiles: bool, shelf: Shelf | None) -> None:
+        super().__init__(module)
+        self.random, self.tiles, self.shelf = random, tiles, shelf
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return recompute(self.forward, *args, parameters=self.parameters, random=self.random, **kwargs)
+        if self.tiles and len(args) == 1 and not kwargs and args[0].shape[1] > TILE_TOKENS:
+            return tiled(self.forward, args[0], parameters=self.parameters)
+        return recompute(
+            self.forward, *args, parameters=self.parameters, random=self.random, shelf=self.shelf, **kwargs
+        )

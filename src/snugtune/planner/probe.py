@@ -52,5 +52,5 @@ def speed_factor(plan: Plan, config: PretrainedConfig, dtype: torch.dtype) -> fl
 
 def _shallow(plan: Plan, config: PretrainedConfig, dtype: torch.dtype) -> step.Step:
     what = plan.recipe.what
-    model = load.shell(config, step.stored_dtype(what, dtype), int4=what.base == "int4")
+    model = load.shell(config, step.stored_dtype(what, dtype), packing=step.packing(what))
     return step.build(plan.recipe, model.requires_grad_(False))

@@ -21,10 +21,11 @@ from snugtune.data.dataset import Dataset
 from snugtune.data.encode import EncodedRow
 from snugtune.data.pack import global_batches, pack
 from snugtune.device import CUDA_CONTEXT_BYTES, Allocator
-from snugtune.errors import DoesNotFit
+from snugtune.errors import DoesNotFit, RecipeError
+from snugtune.models.load import DTYPES
 from snugtune.planner import allocator as cuda
 from snugtune.planner.live import Alive
-from snugtune.planner.simulate import Means, Profile, Work, contents, simulate
+from snugtune.planner.simulate import Means, Micro, Profile, Work, contents, simulate
 from snugtune.planner.speed import Rates
 from snugtune.recipe import Recipe
 from snugtune.step import DEFAULT_CHUNK_TOKENS
@@ -197,15 +198,25 @@ def search(run: Run, around: Surroundings, *, goal: Literal["ladder", "winner"] 
     For the winner alone less is looked at: of each kind the largest that fits, and on a CPU, where two and three blocks
     tell all of them exactly, not the whole depth.
 
-    A base in 4 bits is looked at where none in the compute precision fits, moments in 8 bits where none in float32 does;
-    so that more memory is never slower for one and the same base and optimiser, and never coarser.
+    A base in 4 bits is looked at where none in the compute precision fits, updates in the backward where none after it
+    does, moments in 8 bits where none in float32 does; so that more memory is never slower for one and the same base and optimiser, and never coarser.
     """
     too_large: list[Plan] = []
     sizes = _distinct_sizes(run)
     steps = LADDER_STEPS if goal == "ladder" else 1
-    for storage in _storages(run.recipe, around.device):
+    for storage in _storages(run, around.device):
         fitting: list[Plan] = []
-        kinds = [_Kind(recipe, run, around, sizes, steps) for recipe in _kinds(run, storage)]
+        cuts = _one_a_step(run) if storage.how.update == "in_backward" else sizes
+        if not cuts:
+            continue
+        kinds = [_Kind(recipe, run, around, cuts, steps) for recipe in _kinds(run, storage)]
+        *usual, last = kinds
+        if usual and (usual[0].largest.fits or usual[-1].leanest.fits):
+            kinds = usual
+        elif usual:
+            # Offload takes the host's memory and the way there: for what nothing else holds.
+            too_large.append(usual[-1].leanest)
+            kinds = [last]
         if not kinds[0].largest.fits and not kinds[-1].leanest.fits:
             too_large.append(kinds[-1].leanest)
             continue  # whatever recomputes less needs more
@@ -245,36 +256,51 @@ def describe(recipe: Recipe) -> str:
     """The way in the recipe's own keys."""
     how = recipe.how
     text = f"what.base={recipe.what.base}, how.recompute={how.recompute} and how.micro_batch_tokens={how.micro_batch_tokens}"
-    return text if how.optimizer in (None, "adamw") else f"{text}, how.optimizer={how.optimizer}"
+    for key, usual in (("optimizer", "adamw"), ("update", "after_backward")):
+        if getattr(how, key) not in (None, usual):
+            text += f", how.{key}={getattr(how, key)}"
+    return text
 
 
 def _lighter(recipe: Recipe) -> str:
     if recipe.what.method == "full":
         return "what.method=lora, or a smaller model"
-    if recipe.what.base != "int4":
+    if recipe.what.base not in ("int4", "nf4"):
         return "what.base=int4, a smaller model or a shorter what.max_length"
     return "a smaller model or a shorter what.max_length"
 
 
-def _storages(recipe: Recipe, device: DeviceSpec) -> Iterator[Recipe]:
+def _storages(run: Run, device: DeviceSpec) -> Iterator[Recipe]:
     """Bases and optimisers that the recipe leaves open, exact ones first."""
-    what, how = recipe.what, recipe.how
+    recipe, what, how = run.recipe, run.recipe.what, run.recipe.how
     if what.method == "full":
-        moments = ["adamw", "adamw_host", "adamw_8bit"] if device.kind == "cuda" else ["adamw", "adamw_8bit"]
-        for optimizer in [how.optimizer] if how.optimizer else moments:
-            yield recipe.model_copy(update={
-                "what": what.model_copy(update={"base": "fp32"}), "how": how.model_copy(update={"optimizer": optimizer}),
-            })  # fmt: skip
+        exact = ["adamw", "adamw_host"] if device.kind == "cuda" else ["adamw"]
+        for optimizers in ([how.optimizer],) if how.optimizer else (exact, ["adamw_8bit"]):
+            for update in [how.update] if how.update else ["after_backward", "in_backward"]:
+                for optimizer in optimizers:
+                    yield recipe.model_copy(update={
+                        "what": what.model_copy(update={"base": "fp32"}),
+                        "how": how.model_copy(update={"optimizer": optimizer, "update": update}),
+                    })  # fmt: skip
         return
-    for base in [what.precision, "int4"] if what.base == "auto" else [what.base]:
+    for base in _bases(run) if what.base == "auto" else [what.base]:
         yield recipe.model_copy(update={
             "what": what.model_copy(update={"base": base}),
-            "how": how.model_copy(update={"optimizer": how.optimizer or "adamw"}),
+            "how": how.model_copy(update={"optimizer": how.optimizer or "adamw", "update": how.update or "after_backward"}),
         })  # fmt: skip
 
 
+def _bases(run: Run) -> list[str]:
+    """The compute precision; the 16 bits that the model's files hold, which then lose nothing; 4 bits."""
+    precision = run.recipe.what.precision
+    stored = next((name for name, dtype in DTYPES.items() if dtype == run.config.dtype and dtype.itemsize == 2), None)
+    return [precision, *([stored] if stored and precision == "fp32" else []), "int4"]
+
+
 def _kinds(run: Run, recipe: Recipe) -> Iterator[Recipe]:
-    for recompute in [run.recipe.how.recompute] if run.recipe.how.recompute else ["none", "selective", "block"]:
+    for recompute in (
+        [run.recipe.how.recompute] if run.recipe.how.recompute else ["none", "selective", "block", "offload"]
+    ):
         yield recipe.model_copy(update={"how": recipe.how.model_copy(update={"recompute": recompute})})
 
 
@@ -286,6 +312,20 @@ def _distinct_sizes(run: Run) -> list[Batches]:
         batches = Batches.of(run, tokens)
         found[batches.signature] = batches
     return list(found.values())
+
+
+def _one_a_step(run: Run) -> list[Batches]:
+    """The micro-batch that holds the largest global batch; none where the recipe asks for smaller ones."""
+    asked, rows = run.recipe.how.micro_batch_tokens, run.data.train
+    needed = max(sum(rows[i].tokens for i in batch) for batch in global_batches(run.recipe.what, len(rows)))
+    if asked is None or asked >= needed:
+        return [Batches.of(run, asked or needed)]
+    if run.asked.how.update == "in_backward":
+        raise RecipeError(
+            f"how.update=in_backward needs each global batch in one micro-batch: set how.micro_batch_tokens to {needed} or more, "
+            "or what.global_batch_rows to fewer"
+        )
+    return []
 
 
 class _Kind:
@@ -354,18 +394,20 @@ class Batches:
     @property
     def signature(self) -> Any:
         """Equal for sizes that cut the rows in the same way."""
-        named = [tuple(row.where for row in rows) for rows in (*self.work.micro_batches, self.work.typical)]
+        named = [
+            tuple(row.where for row in rows) for rows in (*(m.rows for m in self.work.micro_batches), self.work.typical)
+        ]
         return tuple(named), self.micro_batches_per_step
 
     @property
     def worst(self) -> tuple[EncodedRow, ...]:
         """The micro-batch with most tokens."""
-        return self.work.micro_batches[0]
+        return self.work.micro_batches[0].rows
 
     @property
     def worst_tokens(self) -> int:
         """How many it has."""
-        return sum(row.tokens for row in self.worst)
+        return self.work.micro_batches[0].tokens
 
     @classmethod
     def of(cls, run: Run, capacity: int) -> Batches:
@@ -375,18 +417,27 @@ class Batches:
         labels = [row.label_tokens for row in rows]
         parts: list[list[int]] = []
         batches = list(global_batches(run.recipe.what, len(rows)))
+        first: list[int] = []
         for batch in batches:
+            first.append(len(parts))
             parts += [[batch[i] for i in part] for part in pack([lengths[i] for i in batch], capacity=capacity)]
         tokens = [sum(lengths[i] for i in part) for part in parts]
+        label_tokens = [sum(labels[i] for i in part) for part in parts]
         mean = fmean(tokens)
-        most_tokens = max(parts, key=lambda part: sum(lengths[i] for i in part))
-        most_labels = max(parts, key=lambda part: sum(labels[i] for i in part))
         typical = parts[min(range(len(parts)), key=lambda p: abs(tokens[p] - mean))]
-        worst = [most_tokens] if most_labels == most_tokens else [most_tokens, most_labels]
+        later = sorted(set(range(len(parts))) - set(first))
+        worst: list[tuple[int, bool]] = []
+        for among, onto_gradients in ((later, True), (first, False)):
+            for size in (tokens, label_tokens) if among else ():
+                largest = max(among, key=size.__getitem__)
+                # What comes onto gradients and is as large needs more.
+                if not any(tokens[largest] <= tokens[w] and label_tokens[largest] <= label_tokens[w] for w, _ in worst):
+                    worst.append((largest, onto_gradients))
+        worst.sort(key=lambda part: -tokens[part[0]])
         return cls(
             capacity=capacity,
             work=Work(
-                tuple(tuple(rows[i] for i in part) for part in worst),
+                tuple(Micro(tuple(rows[i] for i in parts[part]), onto_gradients) for part, onto_gradients in worst),
                 tuple(_largest_eval_batches(run.data, capacity)), capacity, tuple(rows[i] for i in typical),
             ),
             tokens_per_step=sum(tokens) / len(batches),

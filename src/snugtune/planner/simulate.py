@@ -20,7 +20,7 @@ from snugtune.data.encode import EncodedRow
 from snugtune.data.pack import collate
 from snugtune.errors import ModelError
 from snugtune.models import load
-from snugtune.planner.live import Alive, Blocks, LiveBytes, Price
+from snugtune.planner.live import Alive, Blocks, LiveBytes, Price, Seconds
 from snugtune.recipe import Recipe
 
 
@@ -52,15 +52,11 @@ class Profile:
     reordered: int
     """The largest weight in 16 bits: oneDNN's products on a CPU copy it into a layout of their own; 0 in float32."""
     unseen: int
-    """What operations hold inside, where the recording does not look: unpacking 4-bit weights."""
+    """What operations hold inside, where the recording does not look: unpacking 4-bit weights, updates in the backward."""
     load_transient: int
     """What one tensor takes besides while it is loaded."""
-    product_seconds: float
-    """Matrix products of forward and backward over the first micro-batch."""
-    traffic_seconds: float
-    """Its other operations, which move bytes."""
-    launch_seconds: float
-    """Starting all of them."""
+    seconds: Seconds
+    """Forward and backward of the first micro-batch."""
     update_seconds: float
     on_host: int
     """Moments in the host's memory: not in use on the device, but they travel to it and back at each update."""
@@ -72,18 +68,35 @@ class Profile:
 
     def extrapolate(self, deeper: Profile, *, blocks: int) -> Profile:
         """This profile with `blocks` more blocks, `deeper` having one more."""
-        told = {}
+        told: dict[str, Any] = {}
         for field in fields(self):
             here, there = getattr(self, field.name), getattr(deeper, field.name)
-            told[field.name] = here + blocks * (there - here)
+            if isinstance(here, Seconds):
+                told[field.name] = Seconds(*(a + blocks * (b - a) for a, b in zip(here, there, strict=True)))
+            else:
+                told[field.name] = here + blocks * (there - here)
         return Profile(**told)
+
+
+@dataclass(frozen=True)
+class Micro:
+    """The rows of one micro-batch."""
+
+    rows: tuple[EncodedRow, ...]
+    onto_gradients: bool = False
+    """It is not the first of its step, so that gradients are there before it begins."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all its rows."""
+        return sum(row.tokens for row in self.rows)
 
 
 @dataclass(frozen=True)
 class Work:
     """The batches of a run that tell its peak and its speed."""
 
-    micro_batches: tuple[tuple[EncodedRow, ...], ...]
+    micro_batches: tuple[Micro, ...]
     """The largest ones: the first has most tokens, and is timed."""
     eval_batches: tuple[tuple[EncodedRow, ...], ...]
     eval_capacity: int
@@ -156,7 +169,7 @@ def _simulate(
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
             what = recipe.what
             # Before anything is recorded: a real load never holds the whole model in another form.
-            model = load.shell(config, step.stored_dtype(what, means.dtype), int4=what.base == "int4")
+            model = load.shell(config, step.stored_dtype(what, means.dtype), packing=step.packing(what))
             with LiveBytes(blocks=means.blocks(), price=means.price, tell=tell) as live:
                 return _Simulation(recipe, model.requires_grad_(False), work, means, live).run()
     except DataDependentOutputException as error:
@@ -176,7 +189,7 @@ class _Simulation:
     def run(self) -> tuple[Profile, dict[str, list[Alive]]]:
         live, work, model, means = self.live, self.work, self.model, self.means
         live.note([*model.parameters()], "weights", [name for name, _ in model.named_parameters()])
-        packed = "weights" if self.recipe.what.base == "int4" else "buffers"
+        packed = "weights" if step.packing(self.recipe.what) else "buffers"
         live.note([*model.buffers()], packed, [name for name, _ in model.named_buffers()])
         weights = live.in_use_bytes
         stored = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.bfloat16
@@ -189,15 +202,19 @@ class _Simulation:
         live.ignore(built.on_host)
         live.release()
         ready = live.in_use_bytes
-        parts, timed = [0, 0, 0], [0.0, 0.0, 0.0]
+        parts, timed = [0, 0, 0], Seconds()
         self._make_optimizer_state()
-        for rows in work.micro_batches:
-            live.seconds[:] = [0.0, 0.0, 0.0]
-            parts = [max(pair) for pair in zip(parts, self._gradients(rows), strict=True)]
-            if rows is work.micro_batches[0]:
-                timed = live.seconds[:]
-        update = self._peak_of("step", self._update)
-        update_seconds = sum(live.seconds)
+        for micro in work.micro_batches:
+            built.drop_gradients()
+            if micro.onto_gradients:
+                self._make_gradients()
+            live.seconds = Seconds()
+            parts = [max(pair) for pair in zip(parts, self._gradients(micro.rows), strict=True)]
+            if micro is work.micro_batches[0]:
+                timed = live.seconds
+        update = 0 if built.updates_in_backward else self._peak_of("step", self._update)
+        update_seconds = 0.0 if built.updates_in_backward else sum(live.seconds)
+        unseen = load.unpack_bytes(model) + (built.update_transient_bytes if built.updates_in_backward else 0)
         kept = live.in_use_bytes
         live.release()
         evaluated = self._peak_of("evaluate", self._evaluate)
@@ -206,7 +223,7 @@ class _Simulation:
             weights=weights, turn=turn, descent=descent, landing=landing, update=update + built.update_transient_bytes, evaluate=evaluated, kept=kept,
             built=ready, trained=sum(p.nbytes for p in built.trainable),
             reordered=load.largest_weight_bytes(model, means.dtype) if means.dtype.itemsize == 2 else 0,
-            unseen=load.unpack_bytes(model), load_transient=transient, product_seconds=timed[0], traffic_seconds=timed[1], launch_seconds=timed[2],
+            unseen=unseen, load_transient=transient, seconds=timed,
             update_seconds=update_seconds, on_host=sum(t.nbytes for t in built.on_host),
         )  # fmt: skip
         return profile, {phase: live.describe(alive) for phase, (_, alive) in self.highest.items()}
@@ -230,25 +247,40 @@ class _Simulation:
         whole_model = all(p.requires_grad for p in built.model.get_input_embeddings().parameters())
         ends = [built.parts.blocks[-1], built.parts.blocks[0]] if whole_model else []
         hooks = [block.register_full_backward_hook(end_of_part) for block in ends]
-        live.begin()
-        built.forward_backward(collate(rows), label_tokens=1)
-        self._name_gradients()
-        end_of_part()
+        batch = collate(rows)
+        passes: list[Callable[[], Any]] = [lambda: built.forward_backward(batch, label_tokens=1)]
+        if built.updates_in_backward:
+            passes = [
+                lambda: built.norm_in_backward(batch, label_tokens=1),
+                lambda: built.update_in_backward(batch, label_tokens=1, factor=1.0, learning_rate=1.0),
+            ]
+        found = [0, 0, 0]
+        for run in passes:
+            parts.clear()
+            live.begin()
+            run()
+            self._name_gradients()
+            end_of_part()
+            turn, *descent, landing = [*parts, 0] if len(parts) < 2 else parts
+            found = [max(pair) for pair in zip(found, (turn, max(descent, default=0), landing), strict=True)]
         for hook in hooks:
             hook.remove()
-        turn, *descent, landing = [*parts, 0] if len(parts) < 2 else parts
-        return [turn, max(descent, default=0), landing]
+        return found
 
     def _update(self) -> None:
-        self.live.seconds[:] = [0.0, 0.0, 0.0]
+        self.live.seconds = Seconds()
         self.built.grad_norm()
         self.built.update(factor=1.0, learning_rate=1.0)
         self.live.note([list(state.values()) for state in self.built.optimizer.state.values()], "optimiser")
 
     def _make_optimizer_state(self) -> None:
+        self._make_gradients()
+        self._update()
+
+    def _make_gradients(self) -> None:
         for parameter in self.built.trainable:
             parameter.grad = torch.zeros_like(parameter)
-        self._update()
+        self._name_gradients()
 
     def _evaluate(self) -> None:
         built = self.built

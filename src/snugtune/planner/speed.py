@@ -19,6 +19,7 @@ from torch import Tensor
 
 from snugtune.cards import DeviceSpec
 from snugtune.events import replace_text
+from snugtune.planner.live import Seconds
 from snugtune.planner.simulate import Profile
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -37,6 +38,7 @@ _DENSE_PASSES = 4
 _HOST_PASSES, _CODE_PASSES = 6, 34
 """The same for an update whose moments come from the host, or from 8 bits: 3 and 12 times what torch's fused AdamW takes
 (docs/LOG.md, measured on a CPU)."""
+_FILE_BANDWIDTH = 1.5e9
 _BACKWARD_PER_FORWARD = 2.5
 """Products of attention's backward for each of its forward (five for two: scores again, dV, dP, dQ, dK)."""
 
@@ -55,27 +57,30 @@ class Rates:
     """Whether starting operations runs beside them."""
     source: str = ""
 
-    def price(self, func: Any, args: Any, out: Any) -> tuple[float, float, float]:
-        """Seconds of one operation: products, traffic, launch."""
+    def price(self, func: Any, args: Any, out: Any) -> Seconds:
+        """Seconds of one operation."""
         if _is_free(func):
-            return 0.0, 0.0, 0.0
+            return Seconds()
+        if _name(func) in ("put_away", "bring_back"):
+            return Seconds(launch=self.launch_seconds, link=self.link_seconds(_bytes(args) + _bytes(out)))
         moved = _bytes(args) + (0 if _name(func).endswith("_") else _bytes(out))
         flops, dtype = _flops(func, args)
         traffic = moved * _passes(_name(func), args) / self.bandwidth
         if dtype is None:
-            return 0.0, traffic, self.launch_seconds
+            return Seconds(0.0, traffic, self.launch_seconds)
         # A product in a precision that has no figure (LoRA's float32 side, say) is small beside those that have one.
         rate = self.flops.get(_PRECISIONS.get(dtype, "")) or next(iter(self.flops.values()))
-        return max(flops / rate, traffic), 0.0, self.launch_seconds
+        return Seconds(max(flops / rate, traffic), 0.0, self.launch_seconds)
 
     def gradient_seconds(self, profile: Profile, *, share: float = 1.0) -> float:
         """Forward and backward of a micro-batch that has `share` of the tokens of the profile's first one."""
-        busy = share * (profile.product_seconds + profile.traffic_seconds)
-        return max(busy, profile.launch_seconds) if self.overlaps else busy + profile.launch_seconds
+        took = profile.seconds
+        busy, link = share * (took.product + took.traffic), share * took.link
+        return max(busy, took.launch, link) if self.overlaps else busy + took.launch + link
 
     def link_seconds(self, moved_bytes: float) -> float:
-        """Moving so many bytes between the device and the host."""
-        return moved_bytes / self.link_bandwidth if moved_bytes else 0.0
+        """Moving so many bytes between the device and the host; from and to a file where they are the same."""
+        return moved_bytes / (self.link_bandwidth or _FILE_BANDWIDTH)
 
 
 def rates(spec: DeviceSpec) -> Rates:
@@ -162,7 +167,7 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "lift_f
 
 
 def _passes(name: str, args: Any) -> int:
-    if name == "int4_dense":
+    if name in ("int4_dense", "nf4_dense"):
         return _DENSE_PASSES
     if name == "adamw_slices":
         return _CODE_PASSES if any(held.dtype == torch.uint8 for held in args[2]) else _HOST_PASSES

@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from transformers import get_scheduler
 
 from snugtune.data.encode import EncodedRow
-from snugtune.data.pack import collate, global_batches, pack
+from snugtune.data.pack import MicroBatch, collate, global_batches, pack
 from snugtune.errors import InputError, Stopped
 from snugtune.events import EventLog
 from snugtune.memory.precision import LossScale
@@ -65,21 +67,19 @@ def train_rows(
         batch_rows = [rows[i] for i in indices]
         label_tokens = sum(row.label_tokens for row in batch_rows)
         loss_scale = scale.scale if scale else 1.0
-        loss = 0.0
-        for part in pack([row.tokens for row in batch_rows], capacity=capacity):
-            micro = collate([batch_rows[i] for i in part], device=device)
-            loss += float(step.forward_backward(micro, label_tokens=label_tokens, loss_scale=loss_scale)) / label_tokens
-            done.computed_tokens += micro.input_ids_1T.shape[1]
-            done.pad_tokens += micro.input_ids_1T.shape[1] - micro.tokens
+        parts = pack([row.tokens for row in batch_rows], capacity=capacity)
+        micros = [collate([batch_rows[i] for i in part], device=device) for part in parts]
+        loss, norm, update = _gradient(step, micros, label_tokens, loss_scale)
         if number == 1:
             _check_reached(step)
-        norm = float(step.grad_norm()) / loss_scale
+        done.computed_tokens += sum(micro.input_ids_1T.shape[1] for micro in micros)
+        done.pad_tokens += sum(micro.input_ids_1T.shape[1] - micro.tokens for micro in micros)
         finite = math.isfinite(norm)
         learning_rate = rate(done.steps - done.skipped_steps)
         if finite:
             # As torch's clip_grad_norm_: the small term keeps a zero norm harmless.
             factor = min(1.0, what.max_grad_norm / (norm + 1e-6)) / loss_scale
-            step.update(factor=factor, learning_rate=learning_rate)
+            update(factor=factor, learning_rate=learning_rate)
             skipped_in_a_row = 0
         else:  # the norm is looked at before the update, so that weights, moments and schedule stay as they were
             step.drop_gradients()
@@ -106,6 +106,19 @@ def train_rows(
             )
     done.loss_scale = scale.scale if scale else None
     return done
+
+
+def _gradient(
+    step: Step, micros: Sequence[MicroBatch], label_tokens: int, loss_scale: float
+) -> tuple[float, float, Callable[..., None]]:
+    """Of a global batch: mean loss, gradient norm without the scale, and what updates the weights by that gradient."""
+    scaled: dict[str, Any] = {"label_tokens": label_tokens, "loss_scale": loss_scale}
+    if step.updates_in_backward:
+        (micro,) = micros  # the planner sees to it
+        total, norm = step.norm_in_backward(micro, **scaled)
+        return float(total) / label_tokens, float(norm) / loss_scale, partial(step.update_in_backward, micro, **scaled)
+    loss = sum(float(step.forward_backward(micro, **scaled)) for micro in micros) / label_tokens
+    return loss, float(step.grad_norm()) / loss_scale, step.update
 
 
 def _check_reached(step: Step) -> None:

@@ -1,0 +1,148 @@
+"""The predicted ladder of a 7B model: what each way needs, which card holds it, how fast it is; and the longest row a card holds.
+
+python bench/ladder.py           plan them all (no GPU needed), rows to results/ladder.jsonl; a few minutes
+python bench/ladder.py --docs    write the newest rows into docs/memory.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from first_run import ROOT, commit
+from published import SHAPES
+
+import snugtune
+from snugtune import recipe as recipes
+from snugtune.errors import DoesNotFit
+
+DEVICE = "a100-80gb"
+CARDS_GB = (80, 40, 24, 16, 12, 8, 6)
+_LORA = ("what.base=bf16",)
+WAYS = {
+    "full, float32 moments": ("what.method=full", "how.optimizer=adamw", "how.recompute=block"),
+    "full, moments on the host": ("what.method=full", "how.optimizer=adamw_host", "how.recompute=block"),
+    "full, 8-bit moments": ("what.method=full", "how.optimizer=adamw_8bit", "how.recompute=block"),
+    "LoRA": (*_LORA, "how.recompute=none"),
+    "LoRA, recompute selective": (*_LORA, "how.recompute=selective"),
+    "LoRA, recompute": (*_LORA, "how.recompute=block"),
+    "LoRA, recompute, inputs on the host": (*_LORA, "how.recompute=offload"),
+    "nf4": ("what.base=nf4", "how.recompute=none"),
+    "nf4 + recompute": ("what.base=nf4", "how.recompute=block"),
+    "nf4 + recompute, inputs on the host": ("what.base=nf4", "how.recompute=offload"),
+    "int4 + recompute": ("what.base=int4", "how.recompute=block"),
+}
+PUBLISHED_LONGEST = {8: 2972, 12: 21848, 16: 40724, 24: 78475, 40: 153977, 48: 191728, 80: 342733}
+"""Tokens of one row: Unsloth's README, Llama-3-8B, QLoRA r=32 on all linears, one row (CLAIMS of 2025)."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--docs", action="store_true", help="write docs/memory.md's tables from the newest rows")
+    if parser.parse_args().docs:
+        return write_docs()
+    made = {"date": date.today().isoformat(), "commit": commit(), "device": DEVICE}
+    with tempfile.TemporaryDirectory() as scratch, (ROOT / "results/ladder.jsonl").open("a") as out:
+        for row in (*ways(Path(scratch)), *longest(Path(scratch))):
+            print(json.dumps(row), flush=True)
+            out.write(json.dumps(made | row) + "\n")
+            out.flush()
+
+
+def planned(folder: Path, shape: str, lengths: str, *choices: str, budget: str = "80GB", **changes: Any) -> Any:
+    """The ladder for a model of this shape."""
+    model = folder / shape
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(SHAPES[shape] | changes))
+    recipe = recipes.load(model=str(model), budget=budget, device=DEVICE, overrides=choices)
+    return snugtune.plan(recipe, token_lengths=lengths)
+
+
+def ways(folder: Path) -> Any:
+    for way, choices in WAYS.items():
+        for rows in (1, 4):
+            size = ("what.global_batch_rows=4", f"how.micro_batch_tokens={rows * 1024}")
+            try:
+                ladder = planned(folder, "Llama-2-7B", "1024x64", *choices, *size)
+                plan = ladder.chosen
+                alive = sum(tensor.size_bytes for tensor in ladder.contents["step"])
+                found = {
+                    "needed_bytes": plan.needed_bytes,
+                    "tensor_bytes": alive,
+                    "tokens_per_second": plan.tokens_per_second,
+                }
+            except DoesNotFit as error:
+                found = {"needed_bytes": error.smallest_bytes, "tensor_bytes": None, "tokens_per_second": None}
+            yield {"table": "ways", "way": way, "rows": rows} | found
+
+
+def longest(folder: Path) -> Any:
+    """By halving between lengths that fit and that do not, to one per cent."""
+    needs: dict[int, int] = {}
+
+    def needed(tokens: int) -> int:
+        if tokens not in needs:
+            try:
+                needs[tokens] = planned(
+                    folder, "Llama-3-8B", f"{tokens}x2", "what.base=nf4", "how.recompute=offload", "what.lora.r=32",
+                    "what.lora.target_modules=all-linear", "what.global_batch_rows=1", f"what.max_length={tokens}",
+                    f"how.micro_batch_tokens={tokens}", max_position_embeddings=1 << 20,
+                ).chosen.needed_bytes  # fmt: skip
+            except DoesNotFit as error:
+                needs[tokens] = error.smallest_bytes
+        return needs[tokens]
+
+    for card, published in PUBLISHED_LONGEST.items():
+        fits, too_long = 0, 1 << 20
+        while too_long - fits > max(64, fits // 100):
+            middle = (fits + too_long) // 2
+            fits, too_long = (middle, too_long) if needed(middle) <= card * 10**9 else (fits, middle)
+        yield {
+            "table": "longest",
+            "card_gb": card,
+            "tokens": fits,
+            "published_tokens": published,
+            "needed_bytes": needed(fits) if fits else None,
+        }
+
+
+def write_docs() -> None:
+    rows = [json.loads(line) for line in (ROOT / "results/ladder.jsonl").read_text().splitlines()]
+    newest = [row for row in rows if row["commit"] == rows[-1]["commit"] and row["date"] == rows[-1]["date"]]
+    gib = 1 << 30
+    lines = [
+        f"Commit {newest[0]['commit']}, {newest[0]['date']}, predicted for {DEVICE}. Llama-2-7B, LoRA r=8 on q and v. 'Needs' is everything that the card "
+        "has to hold, 'tensors' what of it is alive in tensors.", "",
+        "| way | micro-batch | tensors, GiB | needs, GiB | smallest card | tokens/s |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in newest:
+        if row["table"] == "ways":
+            cards = [card for card in CARDS_GB if row["needed_bytes"] <= card * 10**9]
+            alive = f"{row['tensor_bytes'] / gib:.1f}" if row["tensor_bytes"] else "-"
+            speed = f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else "-"
+            card = f"{min(cards)} GB" if cards else "more than 80 GB"
+            lines.append(
+                f"| {row['way']} | {row['rows']} x 1024 | {alive} | {row['needed_bytes'] / gib:.1f} | {card} | {speed} |"
+            )
+    lines += [
+        "", "The longest row that a card holds: Llama-3-8B, nf4, LoRA r=32 on all linears, recompute with inputs on the host. Published: Unsloth's README.", "",
+        "| card | predicted, tokens | published, tokens |", "|---|---|---|",
+    ]  # fmt: skip
+    for row in newest:
+        if row["table"] == "longest":
+            lines.append(f"| {row['card_gb']} GB | {row['tokens']:,} | {row['published_tokens']:,} |")
+    page = ROOT / "docs/memory.md"
+    block = "<!-- made by bench/ladder.py --docs -->\n" + "\n".join(lines) + "\n<!-- end -->"
+    text = re.sub(
+        r"<!-- made by bench/ladder.py --docs -->.*?<!-- end -->", lambda _: block, page.read_text(), flags=re.S
+    )
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""`snugtune train`, watched from outside: its events tell the steps, /proc the CPU seconds at each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import tokenizers
+from work import BATCH_ROWS, LEARNING_RATE, Meter, Work
+
+from snugtune.data.pack import global_batches
+from snugtune.recipe import What
+
+
+def main(work: Work) -> None:
+    encode = tokenizers.Tokenizer.from_file(str(work.model / "tokenizer.json")).encode
+    lengths = [len(row["input_ids"]) for row in work.encoded(lambda text: encode(text).ids)]
+    batches = global_batches(What(global_batch_rows=BATCH_ROWS, max_steps=work.steps), len(lengths))
+    settings = {
+        "what.base": "fp32", "what.precision": "fp32", "what.global_batch_rows": BATCH_ROWS, "what.max_steps": work.steps,
+        "what.learning_rate": LEARNING_RATE, "eval_rows": 0, "how.recompute": "none", "how.micro_batch_tokens": 4096,
+    }  # fmt: skip
+    command = [str(Path(sys.executable).parent / "snugtune"), "train", "--model", str(work.model), "--data", str(work.data)]
+    command += ["--budget", "8GiB", "--output", str(work.output), "--json"]
+    process = subprocess.Popen(
+        command + [part for name, value in settings.items() for part in ("--set", f"{name}={value}")], stdout=sys.stderr
+    )
+    cpu, watched, ends = psutil.Process(process.pid), work.output / "events.jsonl", []
+    while process.poll() is None:
+        times = cpu.cpu_times()
+        steps = _steps(watched)
+        ends += [times.user + times.system] * (len(steps) - len(ends))
+        time.sleep(0.01)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    meter = Meter()
+    for number, (step, batch) in enumerate(zip(_steps(watched), batches, strict=True)):
+        tokens = sum(lengths[row] for row in batch)
+        facts = {"tokens": tokens, "seconds": tokens / step["tokens_per_second"]}
+        meter.steps.append(facts | ({"cpu_seconds": ends[number] - ends[number - 1]} if number else {}))
+        meter.loss(step["loss"])
+    meter.print("snugtune", "torch", "transformers")
+
+
+def _steps(events: Path) -> list[dict[str, float]]:
+    lines = events.read_text().split("\n")[:-1] if events.exists() else []
+    return [fields for line in lines if (fields := json.loads(line))["event"] == "step"]
+
+
+if __name__ == "__main__":
+    main(Work.from_argv())
