@@ -14,10 +14,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import snugtune
 from first_run import ROOT, commit
 from published import SHAPES
-
-import snugtune
 from snugtune import recipe as recipes
 from snugtune.errors import DoesNotFit
 

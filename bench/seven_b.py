@@ -22,11 +22,12 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from first_run import ROOT, commit
-from published import SHAPES
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from first_run import ROOT, commit
+from published import SHAPES
 
 TOKENS = 512
 CONFIG = SHAPES["Llama-2-7B"] | {"dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}

@@ -19,17 +19,30 @@ from snugtune.recipe import What
 def main(work: Work) -> None:
     encode = tokenizers.Tokenizer.from_file(str(work.model / "tokenizer.json")).encode
     lengths = [len(row["input_ids"]) for row in work.encoded(lambda text: encode(text).ids)]
+    # It shuffles rows by their number; laid out so that file order comes out of it.
     batches = global_batches(What(global_batch_rows=BATCH_ROWS, max_steps=work.steps), len(lengths))
+    lines = work.data.read_text(encoding="utf-8").splitlines()
+    laid_out = dict(zip((row for batch in batches for row in batch), lines, strict=True))
+    work.output.mkdir(parents=True)
+    rows = work.output / "rows.jsonl"
+    rows.write_text("".join(laid_out[place] + "\n" for place in sorted(laid_out)), encoding="utf-8")
     settings = {
         "what.base": "fp32", "what.precision": "fp32", "what.global_batch_rows": BATCH_ROWS, "what.max_steps": work.steps,
         "what.learning_rate": LEARNING_RATE, "eval_rows": 0, "how.recompute": "none", "how.micro_batch_tokens": 4096,
     }  # fmt: skip
-    command = [str(Path(sys.executable).parent / "snugtune"), "train", "--model", str(work.model), "--data", str(work.data)]
-    command += ["--budget", "8GiB", "--output", str(work.output), "--json"]
+    command = [
+        str(Path(sys.executable).parent / "snugtune"),
+        "train",
+        "--model",
+        str(work.model),
+        "--data",
+        str(work.data),
+    ]
+    command += ["--budget", "8GiB", "--output", str(work.output / "run"), "--json"]
     process = subprocess.Popen(
         command + [part for name, value in settings.items() for part in ("--set", f"{name}={value}")], stdout=sys.stderr
     )
-    cpu, watched, ends = psutil.Process(process.pid), work.output / "events.jsonl", []
+    cpu, watched, ends = psutil.Process(process.pid), work.output / "run/events.jsonl", []
     while process.poll() is None:
         times = cpu.cpu_times()
         steps = _steps(watched)
@@ -38,8 +51,8 @@ def main(work: Work) -> None:
     if process.returncode:
         raise SystemExit(process.returncode)
     meter = Meter()
-    for number, (step, batch) in enumerate(zip(_steps(watched), batches, strict=True)):
-        tokens = sum(lengths[row] for row in batch)
+    for number, step in enumerate(_steps(watched)):
+        tokens = sum(lengths[number * BATCH_ROWS : (number + 1) * BATCH_ROWS])
         facts = {"tokens": tokens, "seconds": tokens / step["tokens_per_second"]}
         meter.steps.append(facts | ({"cpu_seconds": ends[number] - ends[number - 1]} if number else {}))
         meter.loss(step["loss"])

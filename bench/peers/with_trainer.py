@@ -60,7 +60,11 @@ def trainer(work: Work) -> None:
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=LORA_R, lora_alpha=LORA_ALPHA, target_modules=list(TARGETS)))
     arguments = TrainingArguments(
-        output_dir=str(work.output), max_steps=work.steps, report_to="none", train_sampling_strategy="sequential", **COMMON
+        output_dir=str(work.output),
+        max_steps=work.steps,
+        report_to="none",
+        train_sampling_strategy="sequential",
+        **COMMON,
     )
     rows: Any = work.encoded(tokenizer.encode)
     Trainer(model, arguments, train_dataset=rows, data_collator=DataCollatorForSeq2Seq(tokenizer)).train()
@@ -92,7 +96,12 @@ def unsloth(work: Work) -> None:
         str(work.model), max_seq_length=MAX_LENGTH, dtype=torch.float32, load_in_4bit=False
     )
     model = FastLanguageModel.get_peft_model(
-        model, r=LORA_R, lora_alpha=LORA_ALPHA, target_modules=list(TARGETS), lora_dropout=0, use_gradient_checkpointing=False
+        model,
+        r=LORA_R,
+        lora_alpha=LORA_ALPHA,
+        target_modules=list(TARGETS),
+        lora_dropout=0,
+        use_gradient_checkpointing=False,
     )
     arguments = SFTConfig(
         output_dir=str(work.output), max_steps=work.steps, report_to="none", train_sampling_strategy="sequential",
@@ -108,7 +117,7 @@ def llamafactory(work: Work) -> None:
     from llamafactory.train.tuner import run_exp
 
     work.output.mkdir(parents=True, exist_ok=True)
-    rows = [{"instruction": row["question"], "output": row["answer"]} for row in work.rows()]
+    rows = [{"instruction": row["question"], "input": "", "output": row["answer"]} for row in work.rows()]
     (work.output / "rows.json").write_text(json.dumps(rows))
     (work.output / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
     run_exp({
@@ -127,7 +136,9 @@ def swift(work: Work) -> None:
     watch()
     work.output.mkdir(parents=True, exist_ok=True)
     rows = work.output / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"messages": row["prompt"] + row["completion"]}) + "\n" for row in work.messages()))
+    rows.write_text(
+        "".join(json.dumps({"messages": row["prompt"] + row["completion"]}) + "\n" for row in work.messages())
+    )
     settings = COMMON | {
         "model": work.model, "model_type": "llama", "template": "chatml", "system": SYSTEM, "dataset": rows,
         "torch_dtype": "float32", "tuner_type": "lora", "lora_rank": LORA_R, "lora_alpha": LORA_ALPHA, "lora_dropout": 0,

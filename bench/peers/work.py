@@ -16,9 +16,7 @@ MAX_LENGTH = 1024
 """More tokens than any row of GSM8K has."""
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 """What the model's own chat template puts first; peers that write the template themselves are told it."""
-PROMPT = (
-    f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{{question}}<|im_end|>\n<|im_start|>assistant\n"
-)
+PROMPT = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{{question}}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclass(frozen=True)

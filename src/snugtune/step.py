@@ -240,7 +240,10 @@ def build(recipe: Recipe, model: PreTrainedModel) -> Step:
 
 def packing(what: What) -> Packing | None:
     """How the linears inside the blocks are packed: where the base (`auto` is resolved) is not what they compute in."""
-    return None if what.base in ("auto", "fp32", what.precision) or what.method == "full" else what.base
+    base = what.base
+    if base == "auto" or base == "fp32" or base == what.precision or what.method == "full":
+        return None
+    return base
 
 
 def stored_dtype(what: What, compute: torch.dtype) -> torch.dtype:

@@ -36,7 +36,7 @@ def test_what_comes_back_is_what_was_put(shapes: list[list[int]], dtype: torch.d
     order = list(range(len(tensors)))
     for i in reversed(order) if backwards else order:
         back = shelf.get(waiting[i])
-        assert back.dtype == dtype and back.data_ptr() != tensors[i].data_ptr() or not back.numel()
+        assert (back.dtype == dtype and back.data_ptr() != tensors[i].data_ptr()) or not back.numel()
         assert torch.equal(back, tensors[i])
 
 

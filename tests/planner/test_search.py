@@ -292,7 +292,7 @@ def test_updates_in_the_backward_are_taken_where_the_gradients_do_not_fit_togeth
 
 def test_updates_in_the_backward_need_the_global_batch_in_one_micro_batch(bare):
     how = {"micro_batch_tokens": 64}
-    with pytest.raises(RecipeError, match="how.micro_batch_tokens to 480"):
+    with pytest.raises(RecipeError, match=r"how\.micro_batch_tokens to 480"):
         ladder(ROWS, 1 << 40, what={"method": "full"}, how=how | {"update": "in_backward"})
     assert ladder(ROWS, 1 << 40, what={"method": "full"}, how=how).chosen.recipe.how.update == "after_backward"
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-
 _STORE_SLICE = 1 << 18
 """Weights that are cast at one time."""
 

@@ -44,7 +44,7 @@ def apply(model: PreTrainedModel) -> None:
             continue
         if family in _NORMS and type(module).__name__.endswith("RMSNorm"):
             module.forward = _Norm(module)  # type: ignore[method-assign]
-        elif family in _GATED and type(module).__name__.endswith("MLP") and _known(module.act_fn):
+        elif family in _GATED and type(module).__name__.endswith("MLP") and _known(getattr(module, "act_fn", None)):
             module.forward = _Gated(module)  # type: ignore[method-assign]
 
 
@@ -111,7 +111,7 @@ class _Gated:
         return mlp.down_proj(_GatedFunction.apply(mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn))
 
 
-def _known(act: nn.Module) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _known(act: object) -> Callable[[Tensor, Tensor], Tensor] | None:
     """(gradient of the activation's output, its input) -> gradient of its input; None for an activation of another kind."""
     return _SLOPES.get(type(act).__name__)
 

@@ -28,6 +28,7 @@ _keys = count()
 class Waiting:
     """One tensor that is away. Its data is given up when this object is gone."""
 
+    shelf: Shelf
     key: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +51,7 @@ class Shelf:
 
     def put(self, x: Tensor) -> Waiting:
         """Send `x` away. Its memory is free when its last other owner lets it go, and the next one is put."""
-        waiting = Waiting(next(_keys), tuple(x.shape), x.dtype, x.device)
+        waiting = Waiting(self, next(_keys), tuple(x.shape), x.dtype, x.device)
         _left(self._leaving)
         put_away(x.detach(), waiting.key)
         weakref.finalize(waiting, _give_up, waiting.key)
@@ -137,7 +138,7 @@ class _Pinned:
         self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         with torch.cuda.stream(side):
             self.host.copy_(x, non_blocking=True)
-        self.done: torch.cuda.Event | None = None
+        self.done: Any = None
 
     def copy_to(self, x: Tensor) -> None:
         side = _copies(x.device)
@@ -193,4 +194,4 @@ class _InFile:
 
 
 def _bytes_of(x: Tensor) -> memoryview:
-    return memoryview(x.view(-1).view(torch.uint8).numpy())
+    return memoryview(x.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  numpy says so from 2.0 on

@@ -41,7 +41,6 @@ from snugtune.memory.offload import Shelf
 from snugtune.models.blocks import Anatomy
 from snugtune.recipe import Recompute
 
-
 TILE_TOKENS = 1024
 """Of an MLP's input that are computed at one time: products of 7B-class widths are as fast as over more of them."""
 
@@ -107,7 +106,7 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[override]
         call: _Call = ctx.call
-        tensors = (*(call.shelf.get(waiting) for waiting in ctx.away), *ctx.saved_tensors)
+        tensors = (*(waiting.shelf.get(waiting) for waiting in ctx.away), *ctx.saved_tensors)
         ctx.away = []
         wanted = ctx.needs_input_grad[1:]
         inputs = [t.detach().requires_grad_(needs) for t, needs in zip(tensors[: call.arguments], wanted, strict=False)]
