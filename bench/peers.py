@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from first_run import ROOT, commit
 from platformdirs import user_cache_path
+
+from first_run import ROOT, commit
 
 RESULTS = ROOT / "results/peers.jsonl"
 LEFT_OUT_STEPS = 2
@@ -139,7 +140,7 @@ def python_of(peer: Peer, folder: Path) -> Path:
 def set_up(peer: Peer, folder: Path) -> None:
     if not peer.install:
         return
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=True, symlinks=True)
     constraints = folder / "constraints.txt"
     constraints.write_text(TORCH + "\n")
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]

@@ -146,7 +146,7 @@ def swift(work: Work) -> None:
         "train_dataloader_shuffle": False, "output_dir": work.output / "run", "dataloader_num_workers": 0,
         "report_to": "none",
     }  # fmt: skip
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value).removesuffix("()"))]
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     sft_main([*flags, "--target_modules", *TARGETS])
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import tiny
 from snugtune import api
 from snugtune import recipe as recipes
 from snugtune import step as steps
@@ -20,6 +24,7 @@ from snugtune.data.pack import collate
 from snugtune.errors import DoesNotFit, InputError, RecipeError, Stopped
 from snugtune.events import EventLog
 from snugtune.models import load
+from snugtune.recipe import Scheduler
 from snugtune.trainer import loop
 
 
@@ -262,3 +267,18 @@ def test_a_saved_adapter_is_whole_or_absent(tmp_path):
         (aside / "half").write_text("half")
         raise OSError("disk full")
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"] and (target / "old").read_text() == "old"
+
+
+@settings(max_examples=60, deadline=None)
+@given(kind=st.sampled_from(get_args(Scheduler)), steps=st.integers(1, 60), warmup=st.floats(0, 1))
+def test_the_schedule_is_transformers_own_but_for_its_ends(kind: str, steps: int, warmup: float):
+    from transformers import get_scheduler
+
+    what = tiny.recipe(what={"lr_scheduler_type": kind, "warmup_ratio": warmup, "learning_rate": 0.5}).what
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = get_scheduler(
+        kind, optimizer, num_warmup_steps=math.ceil(warmup * steps), num_training_steps=steps + 1
+    ).lr_lambdas[0]  # fmt: skip
+    ours = loop._schedule(what, steps)
+    for update in range(steps):
+        assert ours(update) == pytest.approx(0.5 * theirs(update + 1), abs=1e-12), (kind, update)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from transformers import get_scheduler
-
 from snugtune.data.encode import EncodedRow
 from snugtune.data.pack import MicroBatch, collate, global_batches, pack
 from snugtune.errors import InputError, Stopped
@@ -57,7 +55,7 @@ def train_rows(
     what, capacity = recipe.what, recipe.how.micro_batch_tokens
     assert capacity is not None, "the planner resolves micro_batch_tokens"
     batches = global_batches(what, len(rows))
-    rate = _schedule(step, what, len(batches))
+    rate = _schedule(what, len(batches))
     scale = LossScale() if fp16 else None
     done = Trained()
     skipped_in_a_row = 0
@@ -131,17 +129,28 @@ def _check_reached(step: Step) -> None:
         )
 
 
-def _schedule(step: Step, what: What, steps: int) -> Callable[[int], float]:
+def _schedule(what: What, steps: int) -> Callable[[int], float]:
     """The learning rate of the update after so many updates.
 
-    transformers' schedules begin at a rate of zero and end at zero; ours leave both out: no step is for nothing.
+    The factors are those of transformers' get_scheduler, which a test holds them to: importing it brings the Trainer, peft
+    and bitsandbytes, four seconds and their memory. Its schedules begin at a rate of zero and end at zero; ours leave both
+    out: no step is for nothing.
     """
-    schedule = get_scheduler(
-        what.lr_scheduler_type, step.optimizer,
-        num_warmup_steps=math.ceil(what.warmup_ratio * steps), num_training_steps=steps + 1,
-    )  # fmt: skip
-    factor = schedule.lr_lambdas[0]
-    return lambda updates: what.learning_rate * factor(updates + 1)
+    warmup = 0 if what.lr_scheduler_type == "constant" else math.ceil(what.warmup_ratio * steps)
+    fall = {
+        "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
+        "linear": lambda share: 1 - share,
+        "constant": lambda share: 1.0,
+        "constant_with_warmup": lambda share: 1.0,
+    }[what.lr_scheduler_type]
+
+    def rate(updates: int) -> float:
+        at = updates + 1
+        if at < warmup:
+            return what.learning_rate * at / warmup
+        return what.learning_rate * fall((at - warmup) / max(1, steps + 1 - warmup))
+
+    return rate
 
 
 def _scale(scale: LossScale | None) -> dict[str, float]:
