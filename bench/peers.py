@@ -54,7 +54,7 @@ class Peer:
 
 
 PEERS = {
-    "snugtune": Peer("snugtune", "with_snugtune.py", differs="packs rows, no padding; starts itself again on mimalloc"),
+    "snugtune": Peer("snugtune", "with_snugtune.py", differs="packs, no padding; mimalloc in front of malloc; line end not a label"),
     "trainer": Peer("transformers Trainer + PEFT", "with_trainer.py", differs="pads to the longest row of a batch"),
     "trl": Peer(
         "TRL SFTTrainer", "with_trainer.py",
@@ -81,7 +81,7 @@ PEERS = {
     # requests is imported and not declared.
     "litgpt": Peer(
         "LitGPT", "with_litgpt.py", ("litgpt==0.5.13", "requests"),
-        differs="pads; no clipping; unties the embedding; one token a row less (no line end after the answer)",
+        differs="pads; no clipping; unties the embedding; no line end after the answer",
     ),
     "ms-swift": Peer("ms-swift", "with_trainer.py", ("ms-swift==4.6.0",), differs="pads; logits of answers only"),
     # It asks for xformers and torchvision, built for CUDA.

@@ -30,24 +30,18 @@ def main(work: Work) -> None:
         "what.base": "fp32", "what.precision": "fp32", "what.global_batch_rows": BATCH_ROWS, "what.max_steps": work.steps,
         "what.learning_rate": LEARNING_RATE, "eval_rows": 0, "how.recompute": "none", "how.micro_batch_tokens": 4096,
     }  # fmt: skip
-    command = [
-        str(Path(sys.executable).parent / "snugtune"),
-        "train",
-        "--model",
-        str(work.model),
-        "--data",
-        str(work.data),
-    ]
+    command = [str(Path(sys.executable).parent / "snugtune"), "train", "--model", str(work.model), "--data", str(rows)]
     command += ["--budget", "8GiB", "--output", str(work.output / "run"), "--json"]
     process = subprocess.Popen(
         command + [part for name, value in settings.items() for part in ("--set", f"{name}={value}")], stdout=sys.stderr
     )
-    cpu, watched, ends = psutil.Process(process.pid), work.output / "run/events.jsonl", []
+    cpu, watched, ends, size = psutil.Process(process.pid), work.output / "run/events.jsonl", [], 0
     while process.poll() is None:
-        times = cpu.cpu_times()
-        steps = _steps(watched)
-        ends += [times.user + times.system] * (len(steps) - len(ends))
-        time.sleep(0.01)
+        time.sleep(0.02)
+        if not watched.exists() or watched.stat().st_size == size:  # asking costs next to nothing, reading would not
+            continue
+        times, size = cpu.cpu_times(), watched.stat().st_size
+        ends += [times.user + times.system] * (len(_steps(watched)) - len(ends))
     if process.returncode:
         raise SystemExit(process.returncode)
     meter = Meter()

@@ -88,7 +88,7 @@ def test_the_same_loss_gradients_and_update_as_without_it(
         _trained(_built(METHODS[method], how, precision)) for how in ({"recompute": "none"}, TECHNIQUES[technique])
     )
     assert plain.keys() == with_it.keys()
-    exact = tile_tokens == 1024 or technique not in ("selective", "offload")
+    exact = tile_tokens == 1024 or technique not in ("selective", "block", "offload")
     within = {"fp32": 1e-5, "bf16": 0.02, "fp16": 0.005}[precision]
     for name, expected in plain.items():
         if "after a step" in name and (technique in ("8-bit moments", "small chunks") or not exact):

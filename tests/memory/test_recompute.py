@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,10 +18,12 @@ import tiny
 from snugtune.adapters import lora
 from snugtune.data.pack import collate
 from snugtune.kernels import attention
+from snugtune.memory import lean
 from snugtune.memory import recompute as module
 from snugtune.memory.recompute import recompute
+from snugtune.models import load
 from snugtune.models.blocks import anatomy
-from snugtune.planner.simulate import LiveBytes
+from snugtune.planner.live import LiveBytes
 from snugtune.step import Scorer
 
 
@@ -488,3 +490,96 @@ def test_nothing_is_alive_after_backward():
         before = live.live_bytes
         recompute(block, torch.randn(500, 32)).sum().backward()
         assert live.live_bytes == before, f"{live.live_bytes - before} bytes outlive the backward"
+
+
+# --- tiles of tokens ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=st.integers(1, 100_000))
+def test_tiles_cover_every_token_once_and_are_few(tokens: int):
+    tiles = list(module._tiles(torch.empty(1, tokens, 0)))
+    assert [i for part in tiles for i in (part.start, part.stop)][1:-1] == [i for part in tiles[1:] for i in (part.start,) * 2]
+    assert tiles[0].start == 0 and tiles[-1].stop >= tokens > tiles[-1].start
+    assert len(tiles) <= module.MOST_TILES
+    assert len(tiles) == 1 or tiles[0].stop >= module.TILE_TOKENS
+
+
+@pytest.mark.parametrize("tokens", [5, 16, 17, 40, 400])
+def test_tiles_give_the_outputs_and_gradients_of_the_whole(tokens: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "TILE_TOKENS", 16)
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 24), nn.SiLU(), nn.Linear(24, 8))
+    mlp[0].weight.requires_grad_(False)
+    dy, results = torch.randn(1, tokens, 8), []
+    for run in (lambda x: module.tiled(mlp, x, parameters=mlp.parameters()), mlp):
+        x = torch.randn(1, tokens, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = run(x)
+        with torch.no_grad():
+            tiny.assert_close(run(x), y, within=1e-6, name="without gradients")
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *(p for p in mlp.parameters() if p.requires_grad)], dy)])
+    for got, expected in zip(*results, strict=True):
+        tiny.assert_close(got, expected, within=1e-5, name=f"{tokens} tokens")
+
+
+def test_the_inside_of_an_mlp_exists_for_a_tile_alone(monkeypatch: pytest.MonkeyPatch):
+    peaks = []
+    for tile in (10_000, 64):
+        monkeypatch.setattr(module, "TILE_TOKENS", tile)
+        mlp = nn.Sequential(nn.Linear(8, 400), nn.SiLU(), nn.Linear(400, 8)).requires_grad_(False)
+        x = torch.randn(1, 1024, 8, requires_grad=True)
+        with LiveBytes() as live:
+            module.tiled(mlp, x, parameters=()).sum().backward()
+            peaks.append(live.peak_bytes)
+    assert peaks[1] < peaks[0] / 4, peaks
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", ["block", "offload"])
+@pytest.mark.parametrize("what", ["full", "lora"])
+def test_an_mlp_that_ends_its_block_is_not_needed_in_the_second_run(name: str, policy: str, what: str, monkeypatch: pytest.MonkeyPatch):
+    """Where it is skipped its output is NaN here: a family whose block looks at it again would have NaN gradients."""
+    monkeypatch.setattr(module, "TILE_TOKENS", 16)
+    unrun = []
+
+    def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        unrun.append(x)
+        return torch.full_like(x, float("nan"))
+
+    monkeypatch.setattr(module._Unrun, "forward", staticmethod(forward))
+    results = []
+    for chosen in (policy, "none"):
+        model = tiny.model(name, attn="sdpa" if name in tiny.UNLISTED else attention.NAME)
+        torch.manual_seed(2)
+        if what == "full":
+            model.requires_grad_(True)
+        else:
+            lora.apply(model, tiny.recipe(what={"lora": {"target_modules": "all-linear"}}).what.lora)
+            for layer in lora.layers(model).values():
+                layer.lora_B.data.normal_(std=0.1)
+        lean.apply(model)
+        module.apply(anatomy(model), chosen, random=False)
+        results.append(_model_gradients(model.train()))
+    parts = anatomy(model)
+    assert bool(unrun) == (parts.ends_with_mlp and parts.packs and bool(parts.mlps)), name
+    got, expected = results
+    for weight in expected:
+        tiny.assert_close(got[weight], expected[weight], within=2e-5, name=f"{name}: gradient of {weight}")
+
+
+@pytest.mark.parametrize("base", ["plain", "int4"])
+def test_a_frozen_last_projection_is_not_multiplied_with_a_second_time(base: str, monkeypatch: pytest.MonkeyPatch):
+    model = tiny.model("llama", attn=attention.NAME, hidden_size=64, intermediate_size=128)
+    if base == "int4":
+        load.pack_linears(model, load.PACKINGS["int4"], filled=True)
+    lora.apply(model, tiny.recipe(what={"lora": {"target_modules": ["q_proj"]}}).what.lora)
+    for layer in lora.layers(model).values():
+        layer.lora_B.data.normal_(std=0.1)
+    lean.apply(model)
+    down, calls = model.model.layers[0].mlp.down_proj, []
+    down.register_forward_hook(lambda *_: calls.append(1))
+    module.apply(anatomy(model), "block", random=False)
+    _model_gradients(model.train())
+    assert len(calls) == 1

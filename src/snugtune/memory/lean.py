@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from snugtune.kernels.packed import PackedLinear
+
 _NORMS = frozenset({
     "exaone4", "glm", "glm4", "granite", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3",
 })  # fmt: skip
@@ -107,8 +109,22 @@ class _Gated:
         self.module = module
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.module.down_proj(self.before_down(x))
+
+    def before_down(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., I], all but the last projection."""
         mlp = self.module
-        return mlp.down_proj(_GatedFunction.apply(mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn))
+        return _GatedFunction.apply(mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn)
+
+    def pull_back(self, dy: Tensor) -> Tensor | None:
+        """The gradient of what `before_down` gives from the gradient of the MLP's output, where that takes a frozen weight
+        alone."""
+        down = self.module.down_proj
+        if any(p.requires_grad for p in down.parameters()) or "forward" in vars(down):
+            return None
+        if isinstance(down, PackedLinear):
+            return dy @ down.dense(dy.dtype)
+        return dy @ down.weight if type(down) is nn.Linear else None
 
 
 def _known(act: object) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -7,10 +7,10 @@
     offload    As block, and the blocks' inputs wait outside of the device's memory (memory/offload.py), so that what is
                left of a longer row is the inside of one block.
 
-Where an MLP runs again anyway (selective), or the inside of one block is all that counts (offload), long inputs go
-through it in tiles of tokens: an MLP treats each token by itself, so that its inner activations, the largest of a block,
-exist for a tile alone. Under offload that is one more forward of the MLPs; gradients of its weights are then sums over
-tiles.
+Long inputs go through an MLP that is run again in tiles of tokens: it treats each token by itself, so that its inner
+activations, the largest of a block, exist for a tile alone (gradients of its weights are then sums over tiles). Where a
+block ends with its MLP, the second run of the block does not run it at all: nobody needs the block's output again, and
+what the MLP's backward needs is made there, tile by tile; a frozen last projection is not multiplied with a second time.
 
 Exact: the second run sees the same inputs, the same random state and the same autocast state, so that gradients are
 bit-equal to a run that kept everything. (Where an MLP's input is used beside it as well, as in OLMo 2 and its kin whose
@@ -27,8 +27,8 @@ attention kept its square matrices, which ours never makes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,9 @@ from snugtune.recipe import Recompute
 
 TILE_TOKENS = 1024
 """Of an MLP's input that are computed at one time: products of 7B-class widths are as fast as over more of them."""
+MOST_TILES = 16
+"""Then tiles grow: an MLP is 3 to 4 times as wide as the model, so that a sixteenth of its inside is less than one hidden
+state, of which a block holds a dozen."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,20 @@ def _device_module(device_type: str) -> Any:
     return None if device_type in ("cpu", "meta") else torch.get_device_module(device_type)
 
 
+_in_second_run = False
+
+
+@contextmanager
+def _second_run() -> Generator[None]:
+    """Of a function whose output nobody looks at: only its backward counts."""
+    global _in_second_run
+    before, _in_second_run = _in_second_run, True
+    try:
+        yield
+    finally:
+        _in_second_run = before
+
+
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -113,6 +130,7 @@ class _Recompute(torch.autograd.Function):
         parameters = tensors[call.arguments :]
         with torch.enable_grad(), ExitStack() as stack:
             ctx.surroundings.restore(stack)
+            stack.enter_context(_second_run())
             outputs = [o for o in tree_flatten(call.run(inputs))[0] if isinstance(o, Tensor)]
         pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         targets = [t for t, needs in zip([*inputs, *parameters], wanted, strict=True) if needs]
@@ -202,18 +220,36 @@ class _Tiled(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(parameters)
         for part in _tiles(x):
             tile = x[:, part].detach().requires_grad_(wants_x)
-            with torch.enable_grad():
-                y = ctx.function(tile)
+            y, dy_of_y = _last_that_counts(ctx.function, tile, dy[:, part])
             targets = [tile, *parameters] if wants_x else parameters
-            found = list(torch.autograd.grad(y, targets, dy[:, part], allow_unused=True))
+            found = list(torch.autograd.grad(y, targets, dy_of_y, allow_unused=True))
             if dx is not None:
                 dx[:, part] = found.pop(0)
             sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, found, strict=True)]
         return (None, dx, *sums)
 
 
+class _Unrun(_Tiled):
+    """As _Tiled where nobody looks at the output."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        return torch.empty_like(x)
+
+
+def _last_that_counts(function: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """What of `function(x)` has to be computed for its backward, and the gradient of that."""
+    pull_back = getattr(function, "pull_back", None)
+    dh = pull_back(dy) if pull_back else None
+    with torch.enable_grad():
+        return (function(x), dy) if dh is None else (function.before_down(x), dh)
+
+
 def _tiles(x: Tensor) -> Iterable[slice]:
-    return (slice(start, start + TILE_TOKENS) for start in range(0, x.shape[1], TILE_TOKENS))
+    size = max(TILE_TOKENS, -(-x.shape[1] // MOST_TILES))
+    return (slice(start, start + size) for start in range(0, x.shape[1], size))
 
 
 def _by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -232,7 +268,7 @@ def _by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def tiled(function: Callable[[Tensor], Tensor], x: Tensor, *, parameters: Iterable[Tensor]) -> Tensor:
     """`function(x)` for [1, T, D] of a function that treats tokens alike, each by itself, and draws no random number.
 
-    What is inside of it exists for TILE_TOKENS tokens at one time, in forward and, computed again, in backward.
+    What is inside of it exists for a tile of the tokens at one time, in forward and, computed again, in backward.
     """
     if x.shape[1] <= TILE_TOKENS:
         return function(x)
@@ -250,13 +286,11 @@ def apply(parts: Anatomy, policy: Recompute | None, *, random: bool = True) -> N
     tiles = not random and parts.packs
     if policy == "selective" and parts.mlps:
         apply_to(parts.mlps, random=random, tiles=tiles)
-    elif policy == "offload":
-        if tiles:
+    elif policy in ("selective", "block", "offload"):
+        if tiles and (parts.ends_with_mlp or policy == "offload"):
             for mlp in parts.mlps:
-                mlp.forward = _InTiles(mlp)  # type: ignore[method-assign]
-        apply_to(parts.blocks, random=random, shelf=Shelf())
-    elif policy in ("selective", "block"):
-        apply_to(parts.blocks, random=random)
+                mlp.forward = _InTiles(mlp, last=parts.ends_with_mlp)  # type: ignore[method-assign]
+        apply_to(parts.blocks, random=random, shelf=Shelf() if policy == "offload" else None)
 
 
 def apply_to(
@@ -270,11 +304,13 @@ def apply_to(
 class _InTiles:
     """Stands in for one module's forward; modules look `forward` up on themselves first."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.forward = module.forward
+    def __init__(self, module: nn.Module, *, last: bool = False) -> None:
+        self.forward, self.last = module.forward, last
         self.parameters = [p for p in module.parameters() if p.requires_grad]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.last and _in_second_run and torch.is_grad_enabled():
+            return _Unrun.apply(self.forward, x, *self.parameters)
         return tiled(self.forward, x, parameters=self.parameters)
 
 

@@ -20,6 +20,9 @@ PACKED_FAMILIES = frozenset({
     "smollm3", "starcoder2",
 })  # fmt: skip
 
+ENDS_WITH_MLP = PACKED_FAMILIES - {"exaone4", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"}
+"""Their blocks add the MLP's output to the residual as it is. A test fills that output with NaN and looks at the gradients."""
+
 _ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 """Rotary frequencies that transformers chooses by the largest position of a forward: a short row would change beside a
 long one."""
@@ -35,6 +38,8 @@ class Anatomy:
     mlps: tuple[nn.Module, ...]
     """The feed-forward part of each block, without the norm before it. Empty where a block has no module of that role (OPT
     writes it out in the block itself)."""
+    ends_with_mlp: bool
+    """Whether what a block gives is a sum with its MLP's output, unchanged but for a constant factor: no norm comes after it."""
     head: nn.Linear
     logit_scale: float
     softcap: float | None
@@ -54,6 +59,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         backbone=backbone,
         blocks=blocks,
         mlps=_mlps(blocks),
+        ends_with_mlp=config.model_type in ENDS_WITH_MLP,
         head=head,
         logit_scale=_logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
