@@ -64,6 +64,7 @@ class Published:
 
 
 _NONE, _BLOCK, _FULL, _INT4 = "how.recompute=none", "how.recompute=block", "what.method=full", "what.base=int4"
+_NF4, _OFFLOAD = "what.base=nf4", "how.recompute=offload"
 _QWEN = "no chunked loss there: logits of 152k tokens in float32; its flash attention is the same"
 RUNS = (
     Published("LitGPT resource tables", "LoRA r8 q+v, 1 x 1304", "Llama-2-7B", "1304x8", 1, "21.30 GB", device="a100-40gb",
@@ -71,10 +72,10 @@ RUNS = (
     Published("LitGPT resource tables", "LoRA r8 q+v, 2 x 1304", "Llama-2-7B", "1304x8", 2, "29.07 GB", device="a100-40gb",
               choices=(_NONE,), why="same"),
     Published("LitGPT resource tables", "nf4, 1 x 1304", "Llama-2-7B", "1304x8", 1, "14.14 GB", device="a100-40gb",
-              choices=(_NONE, _INT4), why="nf4 there, int4 in groups of 128 here"),
+              choices=(_NONE, _NF4), why="nf4 without double quantising there"),
     Published("torchtune docs", "LoRA r8 q,v, 2 rows (length not stated, 512 taken), recompute", "Llama-2-7B", "512x8", 2, "15.57 GB",
               choices=(_BLOCK,), why="length unknown"),
-    Published("torchtune docs", "QLoRA, same", "Llama-2-7B", "512x8", 2, "9.29 GB", choices=(_BLOCK, _INT4), why="nf4; length unknown"),
+    Published("torchtune docs", "QLoRA, same", "Llama-2-7B", "512x8", 2, "9.29 GB", choices=(_BLOCK, _NF4), why="length unknown"),
     *(
         Published("Qwen README", f"LoRA, 1 x {tokens}", "Qwen-7B", f"{tokens}x8", 1, f"{memory} GB", 8 * tokens / seconds,
                   choices=(_NONE if tokens < 4096 else _BLOCK, f"what.max_length={tokens}"), why=_QWEN)

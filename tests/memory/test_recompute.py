@@ -499,7 +499,9 @@ def test_nothing_is_alive_after_backward():
 @given(tokens=st.integers(1, 100_000))
 def test_tiles_cover_every_token_once_and_are_few(tokens: int):
     tiles = list(module._tiles(torch.empty(1, tokens, 0)))
-    assert [i for part in tiles for i in (part.start, part.stop)][1:-1] == [i for part in tiles[1:] for i in (part.start,) * 2]
+    assert [i for part in tiles for i in (part.start, part.stop)][1:-1] == [
+        i for part in tiles[1:] for i in (part.start,) * 2
+    ]
     assert tiles[0].start == 0 and tiles[-1].stop >= tokens > tiles[-1].start
     assert len(tiles) <= module.MOST_TILES
     assert len(tiles) == 1 or tiles[0].stop >= module.TILE_TOKENS
@@ -517,7 +519,9 @@ def test_tiles_give_the_outputs_and_gradients_of_the_whole(tokens: int, monkeypa
         y = run(x)
         with torch.no_grad():
             tiny.assert_close(run(x), y, within=1e-6, name="without gradients")
-        results.append([y.detach(), *torch.autograd.grad(y, [x, *(p for p in mlp.parameters() if p.requires_grad)], dy)])
+        results.append(
+            [y.detach(), *torch.autograd.grad(y, [x, *(p for p in mlp.parameters() if p.requires_grad)], dy)]
+        )
     for got, expected in zip(*results, strict=True):
         tiny.assert_close(got, expected, within=1e-5, name=f"{tokens} tokens")
 
@@ -537,7 +541,9 @@ def test_the_inside_of_an_mlp_exists_for_a_tile_alone(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", ["block", "offload"])
 @pytest.mark.parametrize("what", ["full", "lora"])
-def test_an_mlp_that_ends_its_block_is_not_needed_in_the_second_run(name: str, policy: str, what: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_mlp_that_ends_its_block_is_not_needed_in_the_second_run(
+    name: str, policy: str, what: str, monkeypatch: pytest.MonkeyPatch
+):
     """Where it is skipped its output is NaN here: a family whose block looks at it again would have NaN gradients."""
     monkeypatch.setattr(module, "TILE_TOKENS", 16)
     unrun = []

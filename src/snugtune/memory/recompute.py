@@ -202,7 +202,7 @@ def recompute(
 
 
 class _Tiled(torch.autograd.Function):
-    """A function of each token alone, a tile of tokens at a time; the input is kept."""
+    """A function of each token alone that draws no random number, a tile of tokens at a time; its input is kept."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
@@ -285,7 +285,11 @@ def apply(parts: Anatomy, policy: Recompute | None, *, random: bool = True) -> N
     """
     tiles = not random and parts.packs
     if policy == "selective" and parts.mlps:
-        apply_to(parts.mlps, random=random, tiles=tiles)
+        if tiles:
+            for mlp in parts.mlps:
+                mlp.forward = _Again(mlp)  # type: ignore[method-assign]
+        else:
+            apply_to(parts.mlps, random=random)
     elif policy in ("selective", "block", "offload"):
         if tiles and (parts.ends_with_mlp or policy == "offload"):
             for mlp in parts.mlps:
@@ -293,12 +297,10 @@ def apply(parts: Anatomy, policy: Recompute | None, *, random: bool = True) -> N
         apply_to(parts.blocks, random=random, shelf=Shelf() if policy == "offload" else None)
 
 
-def apply_to(
-    modules: Iterable[nn.Module], *, random: bool = True, tiles: bool = False, shelf: Shelf | None = None
-) -> None:
-    """Recompute each of `modules` in backward, by tiles of tokens where told so, with its input kept on `shelf`."""
+def apply_to(modules: Iterable[nn.Module], *, random: bool = True, shelf: Shelf | None = None) -> None:
+    """Recompute each of `modules` in backward, with its input kept on `shelf`."""
     for module in modules:
-        module.forward = _Recomputed(module, random=random, tiles=tiles, shelf=shelf)  # type: ignore[method-assign]
+        module.forward = _Recomputed(module, random=random, shelf=shelf)  # type: ignore[method-assign]
 
 
 class _InTiles:
@@ -314,14 +316,21 @@ class _InTiles:
         return tiled(self.forward, x, parameters=self.parameters)
 
 
+class _Again(_InTiles):
+    """Its inside is never kept, however short the input is."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _Tiled.apply(self.forward, x, *self.parameters)
+        return tiled(self.forward, x, parameters=())
+
+
 class _Recomputed(_InTiles):
-    def __init__(self, module: nn.Module, *, random: bool, tiles: bool, shelf: Shelf | None) -> None:
+    def __init__(self, module: nn.Module, *, random: bool, shelf: Shelf | None) -> None:
         super().__init__(module)
-        self.random, self.tiles, self.shelf = random, tiles, shelf
+        self.random, self.shelf = random, shelf
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.tiles and len(args) == 1 and not kwargs and args[0].shape[1] > TILE_TOKENS:
-            return tiled(self.forward, args[0], parameters=self.parameters)
         return recompute(
             self.forward, *args, parameters=self.parameters, random=self.random, shelf=self.shelf, **kwargs
         )
