@@ -50,6 +50,8 @@ RECIPES = {
     "lora, long rows in 6GiB": ["--budget", "6GiB", *_LONG],
     "full in 3GiB": ["--budget", "3GiB", *_FULL],
     "full none": ["--budget", "5GiB", *_FULL, *_NONE],
+    "full none 512": ["--budget", "5GiB", *_FULL, *_NONE, "--set", "how.micro_batch_tokens=512"],
+    "full selective 1024": ["--budget", "4GiB", *_FULL, *_SELECTIVE, "--set", "how.micro_batch_tokens=1024"],
     "full selective": ["--budget", "4GiB", *_FULL, *_SELECTIVE],
     "full block, 8 bits": ["--budget", "3GiB", *_FULL, *_BLOCK, "--set", "how.optimizer=adamw_8bit"],
     "full in 2GiB": ["--budget", "2GiB", *_FULL],
@@ -61,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--only", default="", help="recipes whose names begin so")
     arguments = parser.parse_args()
     steps = arguments.steps
     if arguments.docs:
@@ -71,6 +74,8 @@ def main() -> None:
         long = Path(folder) / "long.jsonl"
         long.write_text("".join(json.dumps(row) + "\n" for row in long_rows()))
         for name, flags in RECIPES.items():
+            if not name.startswith(arguments.only):
+                continue
             flags = [flag.replace("{long}", str(long)) for flag in flags]
             row = measure(name, flags, steps, Path(folder) / name.replace(" ", "_").replace(",", ""))
             file.write(json.dumps({"date": date.today().isoformat(), "commit": commit(), **row}) + "\n")

@@ -186,6 +186,8 @@ class Allocator:
     """What it maps besides, untouched: the wall counts it, so that a plan must leave it free."""
     reserve_share: float
     """And so much more of it for each byte that comes and goes: addresses that are free but stay mapped."""
+    hole_share: float = 0.0
+    """Of gradients that gather while activations go: they lie in holes which those left and are a little too large."""
 
     def resident_bytes(self, changing_bytes: int) -> int:
         """What so many live bytes that come and go make of the process."""
@@ -193,8 +195,9 @@ class Allocator:
 
 
 _MIMALLOC = Allocator(
-    "mimalloc", overhead=1.04, fragment_share=0.16, fragment_bytes=64 * MIB, reserve_bytes=64 * MIB, reserve_share=0.1
-)
+    "mimalloc", overhead=1.04, fragment_share=0.16, fragment_bytes=64 * MIB, reserve_bytes=64 * MIB, reserve_share=0.1,
+    hole_share=0.15,
+)  # fmt: skip
 """From runs of the demo model whose changing bytes were 100 to 2,500 MiB (docs/LOG.md)."""
 _SYSTEM = Allocator(
     "system", overhead=1.75, fragment_share=0.0, fragment_bytes=0, reserve_bytes=64 * MIB, reserve_share=0.1

@@ -460,6 +460,8 @@ def plan(recipe: Recipe, batches: Batches, profile: Profile, run: Run, around: S
     """What `profile` means on the device."""
     weights = profile.weights
     scratch = KERNEL_BYTES + (profile.reordered + KERNEL_BYTES_16 if profile.reordered else 0)
+    gathered = 0 if recipe.how.update == "in_backward" else profile.trained
+    holes = round(gathered * around.allocator.hole_share)
     step_peak = max(profile.gradient, profile.update) + profile.unseen
     evaluate_peak = profile.evaluate + profile.unseen
     share = batches.tokens_per_micro_batch / batches.worst_tokens
@@ -472,7 +474,7 @@ def plan(recipe: Recipe, batches: Batches, profile: Profile, run: Run, around: S
         budget_bytes=run.budget_bytes,
         phases={
             "load": around.peak(weights + profile.load_transient, weights),
-            "step": around.peak(step_peak, min(profile.kept, step_peak), scratch_bytes=scratch),
+            "step": around.peak(step_peak, min(profile.kept, step_peak), scratch_bytes=scratch + holes),
             "evaluate": around.peak(evaluate_peak, min(profile.kept, evaluate_peak), scratch_bytes=scratch),
             # A file's tensors are serialised together before they are written.
             "save": around.peak(profile.built + min(profile.trained, SHARD_BYTES), weights),
