@@ -105,7 +105,7 @@ def test_keeping_activations_is_preferred_and_recompute_taken_when_it_must_be(mo
     assert tight.peak_bytes < rich.peak_bytes
     with pytest.raises(DoesNotFit) as caught:
         plan(data, 1 << 10)
-    assert plan(data, caught.value.smallest_bytes).recipe.how.recompute == "offload"
+    assert plan(data, caught.value.smallest_bytes).recipe.how.recompute in ("block", "offload")
 
 
 def test_what_the_recipe_names_is_kept():
