@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, Literal
 
 import torch
@@ -211,11 +212,18 @@ def _searched(prepared: _Prepared, goal: Literal["ladder", "winner"], resident_b
     ladder = search(run, around, goal=goal)
     if not ladder.plans or not devices.is_at_hand(prepared.asked.device):
         return ladder
-    factor = probe.speed_factor(ladder.chosen, prepared.config, prepared.dtype) if spec.kind == "cpu" else None
-    factor = factor or calibrate.speed_factor(
-        Path(prepared.recipe.output).expanduser().parent, device=spec.name, precision=what.precision, method=what.method
+    chosen = ladder.chosen.recipe
+    runs, like = (
+        Path(chosen.output).expanduser().parent,
+        {"device": spec.name, "precision": what.precision, "method": what.method},
     )
-    return ladder.faster_by(factor) if factor else ladder
+    probed = probe.speed_factor(ladder.chosen, prepared.config, prepared.dtype) if spec.kind == "cpu" else None
+    if probed is None:
+        factor = calibrate.speed_factor(runs, **like)
+        return ladder.faster_by(factor) if factor else ladder
+    # What disturbs the machine for some seconds disturbs a probe, and another time a run: their mean is off by half of it.
+    earlier = calibrate.speed_factor(runs, **like, way=(chosen.what.base, chosen.how.recompute or "none"))
+    return ladder.faster_by(geometric_mean([probed, earlier]) if earlier else probed)
 
 
 def _rates(prepared: _Prepared) -> speed.Rates:

@@ -16,8 +16,9 @@ def run_folder(runs, name, *, predicted=100.0, measured=80.0, steps=5, age=0, **
     facts = WANTED | changes
     folder = runs / name
     folder.mkdir(parents=True)
-    what = {"precision": facts["precision"], "method": facts["method"]}
-    plan = {"device": {"name": facts["device"]}, "recipe": {"what": what}, "uncalibrated_tokens_per_second": predicted}
+    what = {"precision": facts["precision"], "method": facts["method"], "base": facts.get("base", "bf16")}
+    recipe = {"what": what, "how": {"recompute": facts.get("recompute", "none")}}
+    plan = {"device": {"name": facts["device"]}, "recipe": recipe, "uncalibrated_tokens_per_second": predicted}
     (folder / "plan.json").write_text(json.dumps(plan))
     report = folder / "report.json"
     report.write_text(json.dumps({"tokens_per_second": measured, "steps": steps}))
@@ -40,6 +41,14 @@ def test_the_median_of_like_runs_counts(tmp_path):
 def test_other_runs_do_not_count(tmp_path, change):
     run_folder(tmp_path, "a", **change)
     assert speed_factor(tmp_path, **WANTED) is None
+
+
+def test_runs_that_went_the_same_way_count_alone_where_that_is_asked(tmp_path):
+    run_folder(tmp_path, "a", measured=50.0)
+    run_folder(tmp_path, "b", measured=90.0, recompute="block")
+    run_folder(tmp_path, "c", measured=90.0, base="int4")
+    assert speed_factor(tmp_path, **WANTED, way=("bf16", "none")) == pytest.approx(0.5)
+    assert speed_factor(tmp_path, **WANTED, way=("bf16", "offload")) is None
 
 
 def test_only_the_newest_count(tmp_path):

@@ -17,11 +17,15 @@ _BOUNDS = (0.1, 10.0)
 """A factor outside of these tells of something else than the model (a machine that slept)."""
 
 
-def speed_factor(runs: Path, *, device: str, precision: str, method: str) -> float | None:
-    """Median of measured over predicted tokens/s of the newest finished runs in `runs`; None where there is none."""
-    factors = [
-        found for folder in _newest_first(runs) if (found := _factor(folder, device, precision, method)) is not None
-    ]
+Way = tuple[str, str]
+"""The base's storage and the recompute policy."""
+
+
+def speed_factor(runs: Path, *, device: str, precision: str, method: str, way: Way | None = None) -> float | None:
+    """Median of measured over predicted tokens/s of the newest finished runs in `runs`, of those that went this way where
+    one is given; None where there is none."""
+    wanted = (device, precision, method)
+    factors = [f for folder in _newest_first(runs) if (f := _factor(folder, wanted, way)) is not None]
     return median(factors[:MOST_RUNS]) if factors else None
 
 
@@ -33,12 +37,12 @@ def _newest_first(runs: Path) -> list[Path]:
     return [folder for _, folder in sorted(reports, reverse=True)]
 
 
-def _factor(folder: Path, device: str, precision: str, method: str) -> float | None:
+def _factor(folder: Path, wanted: tuple[str, str, str], way: Way | None) -> float | None:
     try:
         plan, report = (
             json.loads((folder / name).read_text(encoding="utf-8")) for name in ("plan.json", "report.json")
         )
-        return _compare(plan, report, (device, precision, method))
+        return _compare(plan, report, wanted, way)
     except (
         OSError,
         ValueError,
@@ -49,8 +53,12 @@ def _factor(folder: Path, device: str, precision: str, method: str) -> float | N
         return None
 
 
-def _compare(plan: dict[str, Any], report: dict[str, Any], wanted: tuple[str, str, str]) -> float | None:
-    what = plan["recipe"]["what"]
+def _compare(
+    plan: dict[str, Any], report: dict[str, Any], wanted: tuple[str, str, str], way: Way | None
+) -> float | None:
+    what, how = plan["recipe"]["what"], plan["recipe"].get("how", {})
+    if way and (what.get("base"), how.get("recompute")) != way:
+        return None
     if (plan["device"]["name"], what["precision"], what["method"]) != wanted or report["steps"] < 2:
         return None
     factor = report["tokens_per_second"] / plan["uncalibrated_tokens_per_second"]
