@@ -135,13 +135,14 @@ def write_docs() -> None:
             lines.append(
                 f"| {row['way']} | {row['rows']} x 1024 | {alive} | {row['needed_bytes'] / gib:.1f} | {card} | {speed} |"
             )
-    lines += [
-        "", "The longest row that a card holds: Llama-3-8B, nf4, LoRA r=32 on all linears, recompute with inputs on the host. Published: Unsloth's README.", "",
-        "| card | predicted, tokens | published, tokens |", "|---|---|---|",
-    ]  # fmt: skip
-    for row in newest:
-        if row["table"] == "longest":
-            lines.append(f"| {row['card_gb']} GB | {row['tokens']:,} | {row['published_tokens']:,} |")
+    longest_rows = [row for row in newest if row["table"] == "longest"]
+    if longest_rows:
+        lines += [
+            "", "The longest row that a card holds: Llama-3-8B, nf4, LoRA r=32 on all linears, recompute with inputs on the host. Published: Unsloth's README.", "",
+            "| card | predicted, tokens | published, tokens |", "|---|---|---|",
+        ]  # fmt: skip
+    for row in longest_rows:
+        lines.append(f"| {row['card_gb']} GB | {row['tokens']:,} | {row['published_tokens']:,} |")
     page = ROOT / "docs/memory.md"
     block = "<!-- made by bench/ladder.py --docs -->\n" + "\n".join(lines) + "\n<!-- end -->"
     text = re.sub(
