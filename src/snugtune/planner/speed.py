@@ -39,6 +39,7 @@ _HOST_PASSES, _CODE_PASSES = 6, 34
 """The same for an update whose moments come from the host, or from 8 bits: 3 and 12 times what torch's fused AdamW takes
 (docs/LOG.md, measured on a CPU)."""
 _FILE_BANDWIDTH = 1.5e9
+"""Bytes/s to and from a file that the system keeps in its cache: a guess, which the probe corrects."""
 _BACKWARD_PER_FORWARD = 2.5
 """Products of attention's backward for each of its forward (five for two: scores again, dV, dP, dQ, dK)."""
 
