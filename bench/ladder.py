@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import tempfile
 from datetime import date
 from itertools import chain
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import snugtune
-from first_run import ROOT, commit
+from first_run import ROOT, commit, put_into_docs
 from published import SHAPES
 from snugtune import recipe as recipes
 from snugtune.errors import DoesNotFit
@@ -143,12 +142,7 @@ def write_docs() -> None:
         ]  # fmt: skip
     for row in longest_rows:
         lines.append(f"| {row['card_gb']} GB | {row['tokens']:,} | {row['published_tokens']:,} |")
-    page = ROOT / "docs/memory.md"
-    block = "<!-- made by bench/ladder.py --docs -->\n" + "\n".join(lines) + "\n<!-- end -->"
-    text = re.sub(
-        r"<!-- made by bench/ladder.py --docs -->.*?<!-- end -->", lambda _: block, page.read_text(), flags=re.S
-    )
-    page.write_text(text)
+    put_into_docs("bench/ladder.py", lines)
 
 
 if __name__ == "__main__":

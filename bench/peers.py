@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from first_run import ROOT, commit
+from first_run import ROOT, commit, put_into_docs
 
 RESULTS = ROOT / "results/peers.jsonl"
 LEFT_OUT_STEPS = 2
@@ -220,10 +219,7 @@ def write_docs() -> None:
             f"| {peer.title} | {versions} | {row['tokens_per_second']:.0f} | {per_cpu} | {row['peak_bytes'] >> 20} | "
             f"{row['first_loss']:.4f} | {row['commit']}, {row['date']} | {peer.differs} |"
         )
-    page = ROOT / "docs/memory.md"
-    block = "<!-- made by bench/peers.py --docs -->\n" + "\n".join(lines) + "\n<!-- end -->"
-    pattern = r"<!-- made by bench/peers.py --docs -->.*?<!-- end -->"
-    page.write_text(re.sub(pattern, lambda _: block, page.read_text(), flags=re.S))
+    put_into_docs("bench/peers.py", lines)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-from first_run import ROOT, commit
+from first_run import ROOT, commit, put_into_docs
 
 _LONG = ["--data", "{long}", "--set", "what.global_batch_rows=8"]
 _BLOCK, _NONE, _SELECTIVE = (["--set", f"how.recompute={policy}"] for policy in ("block", "none", "selective"))
@@ -122,12 +121,7 @@ def write_docs() -> None:
             "",
             f"{name}: median error {statistics.median(map(abs, values)):.1%}, highest {max(values):+.1%}, lowest {min(values):+.1%}.",
         ]
-    page = ROOT / "docs/memory.md"
-    block = "<!-- made by bench/plan_accuracy.py --docs -->\n" + "\n".join(lines) + "\n<!-- end -->"
-    text = re.sub(
-        r"<!-- made by bench/plan_accuracy.py --docs -->.*?<!-- end -->", lambda _: block, page.read_text(), flags=re.S
-    )
-    page.write_text(text)
+    put_into_docs("bench/plan_accuracy.py", lines)
 
 
 def measure(name: str, flags: list[str], steps: int, output: Path) -> dict:

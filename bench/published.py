@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import tempfile
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from first_run import ROOT, commit
+from first_run import ROOT, commit, put_into_docs
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,7 +63,7 @@ class Published:
 
 
 _NONE, _BLOCK, _FULL, _INT4 = "how.recompute=none", "how.recompute=block", "what.method=full", "what.base=int4"
-_NF4, _OFFLOAD = "what.base=nf4", "how.recompute=offload"
+_NF4 = "what.base=nf4"
 _QWEN = "no chunked loss there: logits of 152k tokens in float32; its flash attention is the same"
 RUNS = (
     Published("LitGPT resource tables", "LoRA r8 q+v, 1 x 1304", "Llama-2-7B", "1304x8", 1, "21.30 GB", device="a100-40gb",
@@ -152,12 +151,7 @@ def write_docs() -> None:
             f"| {row['source']} | {row['model']}, {row['setting']} | {row['device']} | {row['published_memory']} | "
             f"{row['predicted_peak_bytes'] / size:.1f} {unit} | {speed} | {row['predicted_tokens_per_second']:.0f} | {row['why']} |"
         )
-    page = ROOT / "docs/memory.md"
-    block = "<!-- made by bench/published.py --docs -->\n" + "\n".join(lines) + "\n<!-- end -->"
-    text = re.sub(
-        r"<!-- made by bench/published.py --docs -->.*?<!-- end -->", lambda _: block, page.read_text(), flags=re.S
-    )
-    page.write_text(text)
+    put_into_docs("bench/published.py", lines)
 
 
 if __name__ == "__main__":
