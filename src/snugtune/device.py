@@ -26,6 +26,15 @@ CUDA_CONTEXT_BYTES = 512 * MIB
 (pytorch#86509, lazy loading of kernels), about 300 MB and 400 MB (pytorch#107667 and #109888), 256 MiB (RTX 3090, CUDA
 12.8, InvokeAI#9413), 426 MiB (RTX 6000 Ada, CUDA 13.0, unsloth-zoo#1053). It grows by each kernel that is loaded, for which
 the rest is left. With a card at hand, measure it instead."""
+_TORCH_SETTINGS = {
+    # Segments that grow in place leave nearly no gaps; the plan's model of the allocator assumes them.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # A CPU's 16-bit products are prepared for each shape by oneDNN, which keeps 1,024 of them, and torch as many more: about
+    # a MiB each, so that a run grew by 10 MiB with each micro-batch of another length. The blocks of one share some 20 shapes.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+    "LRU_CACHE_CAPACITY": "32",
+}
+"""Set before torch first computes, when it reads them; what the user has set stays."""
 _PRELOADED = "SNUGTUNE_ALLOCATOR"
 _WALL_SLACK_BYTES = 24 * MIB
 """Pages of libraries that are read in after the wall stands (measured: 11 to 20 MiB)."""
@@ -44,13 +53,13 @@ def detect(kind: str = "auto") -> DeviceSpec:
     """The device that a run would use. Raises RecipeError where cuda is asked for and there is none."""
     import torch
 
-    # Read when CUDA is first used. Segments that grow in place leave nearly no gaps; the plan's model assumes them.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for name, value in _TORCH_SETTINGS.items():
+        os.environ.setdefault(name, value)
     available = torch.cuda.is_available()
     if kind == "cuda" and not available:
         raise RecipeError("device cuda was asked for, but torch sees no CUDA device here; set device=cpu")
     if kind == "cpu" or not available:
-        # fp32 products are about 1.8 times as fast as bf16 ones on the CPUs that we measured, whatever the flags say.
+        # Whether bf16 pays there is measured at the model's own widths; the flags tell it wrongly.
         return DeviceSpec("cpu", _cpu_name(), psutil.virtual_memory().total, has_bf16=False)
     facts = torch.cuda.get_device_properties(0)
     try:

@@ -53,6 +53,7 @@ WORK = Work(
 def tile_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """MLPs over the whole micro-batch, and over tiles of it."""
     monkeypatch.setattr(recompute, "TILE_TOKENS", request.param)
+    monkeypatch.setattr(recompute, "PACKED_TILES", 1)
     return request.param
 
 

@@ -498,7 +498,7 @@ def test_nothing_is_alive_after_backward():
 @settings(max_examples=50, deadline=None)
 @given(tokens=st.integers(1, 100_000))
 def test_tiles_cover_every_token_once_and_are_few(tokens: int):
-    tiles = list(module._tiles(torch.empty(1, tokens, 0)))
+    tiles = list(module._tiles(torch.empty(1, tokens, 0), module.TILE_TOKENS))
     assert [i for part in tiles for i in (part.start, part.stop)][1:-1] == [
         i for part in tiles[1:] for i in (part.start,) * 2
     ]
@@ -508,13 +508,12 @@ def test_tiles_cover_every_token_once_and_are_few(tokens: int):
 
 
 @pytest.mark.parametrize("tokens", [5, 16, 17, 40, 400])
-def test_tiles_give_the_outputs_and_gradients_of_the_whole(tokens: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "TILE_TOKENS", 16)
+def test_tiles_give_the_outputs_and_gradients_of_the_whole(tokens: int):
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 24), nn.SiLU(), nn.Linear(24, 8))
     mlp[0].weight.requires_grad_(False)
     dy, results = torch.randn(1, tokens, 8), []
-    for run in (lambda x: module.tiled(mlp, x, parameters=mlp.parameters()), mlp):
+    for run in (lambda x: module.tiled(mlp, x, parameters=mlp.parameters(), tile_tokens=16), mlp):
         x = torch.randn(1, tokens, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = run(x)
         with torch.no_grad():
@@ -526,14 +525,13 @@ def test_tiles_give_the_outputs_and_gradients_of_the_whole(tokens: int, monkeypa
         tiny.assert_close(got, expected, within=1e-5, name=f"{tokens} tokens")
 
 
-def test_the_inside_of_an_mlp_exists_for_a_tile_alone(monkeypatch: pytest.MonkeyPatch):
+def test_the_inside_of_an_mlp_exists_for_a_tile_alone():
     peaks = []
     for tile in (10_000, 64):
-        monkeypatch.setattr(module, "TILE_TOKENS", tile)
         mlp = nn.Sequential(nn.Linear(8, 400), nn.SiLU(), nn.Linear(400, 8)).requires_grad_(False)
         x = torch.randn(1, 1024, 8, requires_grad=True)
         with LiveBytes() as live:
-            module.tiled(mlp, x, parameters=()).sum().backward()
+            module.tiled(mlp, x, parameters=(), tile_tokens=tile).sum().backward()
             peaks.append(live.peak_bytes)
     assert peaks[1] < peaks[0] / 4, peaks
 
@@ -548,8 +546,8 @@ def test_an_mlp_that_ends_its_block_is_not_needed_in_the_second_run(
     monkeypatch.setattr(module, "TILE_TOKENS", 16)
     unrun = []
 
-    def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.function = function
+    def forward(ctx: Any, function: Any, tile_tokens: int, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function, ctx.tile_tokens = function, tile_tokens
         ctx.save_for_backward(x, *parameters)
         unrun.append(x)
         return torch.full_like(x, float("nan"))

@@ -274,15 +274,6 @@ def test_a_packed_weight_of_another_shape_is_named(tmp_path, family):
         load.load_model(load.resolve(str(tmp_path)), dtype=torch.float32, packing="int4")
 
 
-def test_the_largest_weight_counts_as_it_is_unpacked():
-    config = tiny.config("llama", hidden_size=128, intermediate_size=512)
-    with torch.device("meta"):
-        packed, dense = (load.shell(config, torch.bfloat16, packing=i) for i in ("int4", None))
-    assert load.largest_weight_bytes(packed, torch.bfloat16) == 128 * 512 * 2
-    assert load.largest_weight_bytes(dense, torch.bfloat16) == 128 * 512 * 2
-    assert load.largest_weight_bytes(packed, torch.float32) == 128 * 512 * 4
-
-
 def test_what_loading_holds_besides_the_weights():
     config = tiny.config("llama", hidden_size=128, intermediate_size=256)
     with torch.device("meta"):

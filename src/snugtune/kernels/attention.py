@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -25,6 +26,10 @@ NAME = "snugtune_packed"
 _GROUP_FILL = 7 / 8
 """A row joins a group when its length is at least this part of the group's longest; attention is the only part of a
 step that computes the padding, and it is a few per cent of one."""
+
+
+_SHORT = 384
+"""Tokens of a row up to which a CPU's backward of attention in 16 bits goes through float32 (docs/LOG.md)."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,9 @@ def _attend(
     mask_LL = group.mask_LL
     if sliding_window is not None and group.length > sliding_window:
         mask_LL = _window(group.length, sliding_window, q_THD.device, mask_LL)
-    if softcap is None:
+    if softcap is None and mask_LL is None and dropout == 0 and _backward_is_slow(q_RHLD):
+        out_RHLD = _ShortRows.apply(q_RHLD, k_RKLD, v_RKLD, scaling)
+    elif softcap is None:
         out_RHLD = F.scaled_dot_product_attention(
             q_RHLD, k_RKLD, v_RKLD, attn_mask=mask_LL, dropout_p=dropout, is_causal=mask_LL is None,
             scale=scaling, enable_gqa=q_RHLD.shape[1] != k_RKLD.shape[1],
@@ -120,6 +127,34 @@ def _attend(
         out_RHLD = reference(q_RHLD, k_RKLD, v_RKLD, mask_LL, dropout=dropout, scaling=scaling, softcap=softcap)
     out_SHD = out_RHLD.transpose(1, 2).flatten(0, 1)
     return out_SHD if group.unpad_index is None else out_SHD.index_select(0, group.unpad_index)
+
+
+class _ShortRows(torch.autograd.Function):
+    """Causal attention on a CPU in 16 bits, whose backward is computed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, q_RHLD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, scaling: float | None) -> Tensor:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out_RHLD, lse_RHL = op(q_RHLD, k_RKLD, v_RKLD, 0.0, True, scale=scaling)
+        ctx.save_for_backward(q_RHLD, k_RKLD, v_RKLD, out_RHLD, lse_RHL)
+        ctx.scaling = scaling
+        return out_RHLD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[override]
+        q, k, v, out, lse_RHL = ctx.saved_tensors
+        wide = [x.float() for x in (*grad_outputs, q, k, v, out)]
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return *(x.to(q.dtype) for x in op(*wide, lse_RHL, 0.0, True, scale=ctx.scaling)), None
+
+
+def _backward_is_slow(q_RHLD: Tensor) -> bool:
+    """Whether torch's own backward costs more than one in float32 and the casts: it takes some 60 microseconds for each row
+    and head, however short the row is."""
+    if q_RHLD.device.type != "cpu" or q_RHLD.dtype.itemsize > 2 or not torch.is_grad_enabled():
+        return False
+    return q_RHLD.shape[-2] <= _SHORT
 
 
 def _rows(x_THD: Tensor, group: RowGroup) -> Tensor:

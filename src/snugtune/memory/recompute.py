@@ -37,12 +37,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from snugtune.kernels.packed import PackedLinear
 from snugtune.memory.offload import Shelf
 from snugtune.models.blocks import Anatomy
 from snugtune.recipe import Recompute
 
 TILE_TOKENS = 1024
 """Of an MLP's input that are computed at one time: products of 7B-class widths are as fast as over more of them."""
+PACKED_TILES = 4
+"""Times as many where weights are packed, which each tile unpacks anew, unless inputs are offloaded for memory's sake."""
 MOST_TILES = 16
 """Then tiles grow: an MLP is 3 to 4 times as wide as the model, so that a sixteenth of its inside is less than one hidden
 state, of which a block holds a dozen."""
@@ -205,20 +208,22 @@ class _Tiled(torch.autograd.Function):
     """A function of each token alone that draws no random number, a tile of tokens at a time; its input is kept."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.function = function
+    def forward(
+        ctx: Any, function: Callable[[Tensor], Tensor], tile_tokens: int, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.tile_tokens = function, tile_tokens
         ctx.save_for_backward(x, *parameters)
-        return _by_tiles(function, x)
+        return _by_tiles(function, x, tile_tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[override]
         (dy,) = grad_outputs
         x, *parameters = ctx.saved_tensors
-        wants_x = ctx.needs_input_grad[1]
+        wants_x = ctx.needs_input_grad[2]
         dx = torch.empty_like(x) if wants_x else None
         sums: list[Tensor | None] = [None] * len(parameters)
-        for part in _tiles(x):
+        for part in _tiles(x, ctx.tile_tokens):
             tile = x[:, part].detach().requires_grad_(wants_x)
             y, dy_of_y = _last_that_counts(ctx.function, tile, dy[:, part])
             targets = [tile, *parameters] if wants_x else parameters
@@ -226,15 +231,17 @@ class _Tiled(torch.autograd.Function):
             if dx is not None:
                 dx[:, part] = found.pop(0)
             sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, found, strict=True)]
-        return (None, dx, *sums)
+        return (None, None, dx, *sums)
 
 
 class _Unrun(_Tiled):
     """As _Tiled where nobody looks at the output."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.function = function
+    def forward(
+        ctx: Any, function: Callable[[Tensor], Tensor], tile_tokens: int, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.tile_tokens = function, tile_tokens
         ctx.save_for_backward(x, *parameters)
         return torch.empty_like(x)
 
@@ -247,15 +254,15 @@ def _last_that_counts(function: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, Ten
         return (function(x), dy) if dh is None else (function.before_down(x), dh)
 
 
-def _tiles(x: Tensor) -> Iterable[slice]:
-    size = max(TILE_TOKENS, -(-x.shape[1] // MOST_TILES))
+def _tiles(x: Tensor, tile_tokens: int) -> Iterable[slice]:
+    size = max(tile_tokens, -(-x.shape[1] // MOST_TILES))
     return (slice(start, start + size) for start in range(0, x.shape[1], size))
 
 
-def _by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _by_tiles(function: Callable[[Tensor], Tensor], x: Tensor, tile_tokens: int) -> Tensor:
     out = None
     with torch.no_grad():
-        for part in _tiles(x):
+        for part in _tiles(x, tile_tokens):
             y = function(x[:, part])
             if out is None:
                 out = y.new_empty(*x.shape[:-1], y.shape[-1])
@@ -265,16 +272,18 @@ def _by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return out
 
 
-def tiled(function: Callable[[Tensor], Tensor], x: Tensor, *, parameters: Iterable[Tensor]) -> Tensor:
+def tiled(
+    function: Callable[[Tensor], Tensor], x: Tensor, *, parameters: Iterable[Tensor], tile_tokens: int = TILE_TOKENS
+) -> Tensor:
     """`function(x)` for [1, T, D] of a function that treats tokens alike, each by itself, and draws no random number.
 
-    What is inside of it exists for a tile of the tokens at one time, in forward and, computed again, in backward.
+    What is inside of it exists for `tile_tokens` of the tokens at one time, in forward and, computed again, in backward.
     """
-    if x.shape[1] <= TILE_TOKENS:
+    if x.shape[1] <= tile_tokens:
         return function(x)
     if not torch.is_grad_enabled():
-        return _by_tiles(function, x)
-    return _Tiled.apply(function, x, *(p for p in parameters if p.requires_grad))
+        return _by_tiles(function, x, tile_tokens)
+    return _Tiled.apply(function, tile_tokens, x, *(p for p in parameters if p.requires_grad))
 
 
 def apply(parts: Anatomy, policy: Recompute | None, *, random: bool = True) -> None:
@@ -287,14 +296,20 @@ def apply(parts: Anatomy, policy: Recompute | None, *, random: bool = True) -> N
     if policy == "selective" and parts.mlps:
         if tiles:
             for mlp in parts.mlps:
-                mlp.forward = _Again(mlp)  # type: ignore[method-assign]
+                mlp.forward = _Again(mlp, _tile_tokens(mlp))  # type: ignore[method-assign]
         else:
             apply_to(parts.mlps, random=random)
     elif policy in ("selective", "block", "offload"):
         if tiles and (parts.ends_with_mlp or policy == "offload"):
             for mlp in parts.mlps:
-                mlp.forward = _InTiles(mlp, last=parts.ends_with_mlp)  # type: ignore[method-assign]
+                most = TILE_TOKENS if policy == "offload" else _tile_tokens(mlp)
+                mlp.forward = _InTiles(mlp, most, last=parts.ends_with_mlp)  # type: ignore[method-assign]
         apply_to(parts.blocks, random=random, shelf=Shelf() if policy == "offload" else None)
+
+
+def _tile_tokens(mlp: nn.Module) -> int:
+    packed = any(isinstance(module, PackedLinear) for module in mlp.modules())
+    return TILE_TOKENS * (PACKED_TILES if packed else 1)
 
 
 def apply_to(modules: Iterable[nn.Module], *, random: bool = True, shelf: Shelf | None = None) -> None:
@@ -306,14 +321,14 @@ def apply_to(modules: Iterable[nn.Module], *, random: bool = True, shelf: Shelf 
 class _InTiles:
     """Stands in for one module's forward; modules look `forward` up on themselves first."""
 
-    def __init__(self, module: nn.Module, *, last: bool = False) -> None:
-        self.forward, self.last = module.forward, last
+    def __init__(self, module: nn.Module, tile_tokens: int, *, last: bool = False) -> None:
+        self.forward, self.tile_tokens, self.last = module.forward, tile_tokens, last
         self.parameters = [p for p in module.parameters() if p.requires_grad]
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.last and _in_second_run and torch.is_grad_enabled():
-            return _Unrun.apply(self.forward, x, *self.parameters)
-        return tiled(self.forward, x, parameters=self.parameters)
+            return _Unrun.apply(self.forward, self.tile_tokens, x, *self.parameters)
+        return tiled(self.forward, x, parameters=self.parameters, tile_tokens=self.tile_tokens)
 
 
 class _Again(_InTiles):
@@ -321,14 +336,14 @@ class _Again(_InTiles):
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return _Tiled.apply(self.forward, x, *self.parameters)
-        return tiled(self.forward, x, parameters=())
+            return _Tiled.apply(self.forward, self.tile_tokens, x, *self.parameters)
+        return tiled(self.forward, x, parameters=(), tile_tokens=self.tile_tokens)
 
 
-class _Recomputed(_InTiles):
+class _Recomputed:
     def __init__(self, module: nn.Module, *, random: bool, shelf: Shelf | None) -> None:
-        super().__init__(module)
-        self.random, self.shelf = random, shelf
+        self.forward, self.random, self.shelf = module.forward, random, shelf
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return recompute(

@@ -455,13 +455,6 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
 # --- what a plan asks ------------------------------------------------------------------------------------------------
 
 
-def largest_weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """The largest weight that a product in `dtype` sees, be it there all the time, cast or unpacked for it."""
-    there = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
-    unpacked = [layer.weights * dtype.itemsize for layer in _packed_layers(model)]
-    return max(there + unpacked, default=0)
-
-
 def unpack_bytes(model: nn.Module) -> int:
     """Most that unpacking one of the model's packed weights holds besides its result."""
     return max((layer.dense_bytes for layer in _packed_layers(model)), default=0)

@@ -41,8 +41,8 @@ CODE_BYTES = 32 * MIB
 KERNEL_BYTES = 40 * MIB
 """Scratch of matrix products and attention inside their kernels, and thread stacks (same machine, float32: 0 to 60 MiB)."""
 
-KERNEL_BYTES_16 = 24 * MIB
-"""More of it where products are in 16 bits (same machine: 20 to 35 MiB besides the reordered weight)."""
+KERNEL_BYTES_16 = 16 * MIB
+"""More of it where products are in 16 bits: what oneDNN keeps for each shape (device.py limits how many)."""
 
 
 @dataclass(frozen=True)
@@ -459,7 +459,7 @@ def _largest_eval_batches(data: Dataset, capacity: int) -> Iterator[tuple[Encode
 def plan(recipe: Recipe, batches: Batches, profile: Profile, run: Run, around: Surroundings) -> Plan:
     """What `profile` means on the device."""
     weights = profile.weights
-    scratch = KERNEL_BYTES + (profile.reordered + KERNEL_BYTES_16 if profile.reordered else 0)
+    scratch = KERNEL_BYTES + (KERNEL_BYTES_16 if run.dtype.itemsize == 2 else 0)
     gathered = 0 if recipe.how.update == "in_backward" else profile.trained
     holes = round(gathered * around.allocator.hole_share)
     step_peak = max(profile.gradient, profile.update) + profile.unseen

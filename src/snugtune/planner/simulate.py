@@ -49,8 +49,6 @@ class Profile:
     """Weights and adapters, before the optimiser has any state."""
     trained: int
     """What is trained, and so saved."""
-    reordered: int
-    """The largest weight in 16 bits: oneDNN's products on a CPU copy it into a layout of their own; 0 in float32."""
     unseen: int
     """What operations hold inside, where the recording does not look: unpacking 4-bit weights, updates in the backward."""
     load_transient: int
@@ -222,7 +220,6 @@ class _Simulation:
         profile = Profile(
             weights=weights, turn=turn, descent=descent, landing=landing, update=update + built.update_transient_bytes, evaluate=evaluated, kept=kept,
             built=ready, trained=sum(p.nbytes for p in built.trainable),
-            reordered=load.largest_weight_bytes(model, means.dtype) if means.dtype.itemsize == 2 else 0,
             unseen=unseen, load_transient=transient, seconds=timed,
             update_seconds=update_seconds, on_host=sum(t.nbytes for t in built.on_host),
         )  # fmt: skip
