@@ -4,13 +4,14 @@ python bench/peers.py --setup [NAME ...]   make the peers' virtual environments 
 python bench/peers.py [NAME ...]           run those that are there, one after the other, and append a row each
 python bench/peers.py --docs               write the newest rows into docs/memory.md
 
-The work: SmolLM2-135M-Instruct in float32, LoRA r 8 on q_proj and v_proj, GSM8K rows as chats in file order, the loss on
+The work: SmolLM2-135M-Instruct in float32 (or `--precision bf16`), LoRA r 8 on q_proj and v_proj, GSM8K rows as chats in file order, the loss on
 answers, 4 rows a step, AdamW, no recompute. How each peer is told so stands in bench/peers/.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="run, and keep no row")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data/gsm8k_train.jsonl")
     parser.add_argument("--venvs", type=Path, default=user_cache_path("snugtune") / "peers")
     arguments = parser.parse_args()
@@ -161,7 +163,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict:
     (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
     python = python_of(PEERS[name], arguments.venvs / name)
     command = [str(python), str(ROOT / "bench/peers" / PEERS[name].runner), name, str(load.resolve("demo").folder)]
-    command += [str(folder / "rows.jsonl"), str(arguments.steps), str(folder / "run")]
+    command += [str(folder / "rows.jsonl"), str(arguments.steps), str(folder / "run"), arguments.precision]
     environment = os.environ | {
         "PATH": f"{python.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": str(arguments.threads), "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -169,7 +171,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict:
     with (folder / "out.txt").open("w") as out:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
         _, status, used = os.wait4(process.pid, 0)  # its peak is that of the largest process below it
-    row = {"date": date.today().isoformat(), "commit": commit(), "peer": name}
+    row = {"date": date.today().isoformat(), "commit": commit(), "peer": name, "precision": arguments.precision}
     output = (folder / "out.txt").read_text(errors="replace")
     if status:
         return row | {"error": f"see {folder}/out.txt; its last line: {output.strip().splitlines()[-1][-300:]}"}
@@ -202,21 +204,21 @@ def summary(row: dict) -> str:
 
 def write_docs() -> None:
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    newest = {row["peer"]: row for row in rows if "error" not in row}
+    newest = {(row["peer"], row.get("precision", "fp32")): row for row in rows if "error" not in row}
     lines = [
-        "| trainer | versions | tokens/s | tokens a CPU second | peak, MiB | first loss | commit, date | what differs |",
-        "|---|---|---|---|---|---|---|---|",
+        "| trainer | precision | versions | tokens/s | tokens a CPU second | peak, MiB | first loss | commit, date | what differs |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, peer in PEERS.items():
-        if name not in newest:
+    for precision, (name, peer) in itertools.product(("fp32", "bf16"), PEERS.items()):
+        if (name, precision) not in newest:
             why = peer.why_not or "not run yet"
-            lines.append(f"| {peer.title} | | | | | | | {why} |")
+            lines.append(f"| {peer.title} | {precision} | | | | | | | {why} |")
             continue
-        row = newest[name]
+        row = newest[name, precision]
         versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
         per_cpu = "" if row["tokens_per_cpu_second"] is None else f"{row['tokens_per_cpu_second']:.0f}"
         lines.append(
-            f"| {peer.title} | {versions} | {row['tokens_per_second']:.0f} | {per_cpu} | {row['peak_bytes'] >> 20} | "
+            f"| {peer.title} | {precision} | {versions} | {row['tokens_per_second']:.0f} | {per_cpu} | {row['peak_bytes'] >> 20} | "
             f"{row['first_loss']:.4f} | {row['commit']}, {row['date']} | {peer.differs} |"
         )
     put_into_docs("bench/peers.py", lines)

@@ -63,7 +63,7 @@ def main(work: Work) -> None:
     register_optimizer_step_post_hook(lambda *_: meter.end(data.tokens))
     sys.argv = ["litgpt", str(folder)]  # at the end it reads its own command line
     setup(
-        folder, work.output / "run", precision="32-true", devices=1, lora_r=LORA_R, lora_alpha=LORA_ALPHA, lora_dropout=0.0,
+        folder, work.output / "run", precision={"fp32": "32-true", "bf16": "bf16-true"}[work.precision], devices=1, lora_r=LORA_R, lora_alpha=LORA_ALPHA, lora_dropout=0.0,
         data=data, optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
         train=TrainArgs(
             save_interval=1000, log_interval=1, global_batch_size=BATCH_ROWS, micro_batch_size=BATCH_ROWS, lr_warmup_steps=1,

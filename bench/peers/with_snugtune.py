@@ -27,7 +27,7 @@ def main(work: Work) -> None:
     rows = work.output / "rows.jsonl"
     rows.write_text("".join(laid_out[place] + "\n" for place in sorted(laid_out)), encoding="utf-8")
     settings = {
-        "what.base": "fp32", "what.precision": "fp32", "what.global_batch_rows": BATCH_ROWS, "what.max_steps": work.steps,
+        "what.base": work.precision, "what.precision": work.precision, "what.global_batch_rows": BATCH_ROWS, "what.max_steps": work.steps,
         "what.learning_rate": LEARNING_RATE, "eval_rows": 0, "how.recompute": "none", "how.micro_batch_tokens": 4096,
     }  # fmt: skip
     command = [str(Path(sys.executable).parent / "snugtune"), "train", "--model", str(work.model), "--data", str(rows)]

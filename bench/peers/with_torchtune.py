@@ -83,7 +83,7 @@ def main(work: Work) -> None:
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         "metric_logger": {"_component_": "torchtune.training.metric_logging.StdoutLogger"},
         "batch_size": BATCH_ROWS, "gradient_accumulation_steps": 1, "clip_grad_norm": CLIP, "epochs": 1,
-        "max_steps_per_epoch": work.steps, "shuffle": False, "seed": 0, "device": "cpu", "dtype": "fp32",
+        "max_steps_per_epoch": work.steps, "shuffle": False, "seed": 0, "device": "cpu", "dtype": work.precision,
         "enable_activation_checkpointing": False, "compile": False, "resume_from_checkpoint": False,
         "output_dir": str(work.output),
     })  # fmt: skip

@@ -12,9 +12,14 @@ METER = Meter()
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": BATCH_ROWS, "gradient_accumulation_steps": 1, "learning_rate": LEARNING_RATE,
     "max_grad_norm": CLIP, "lr_scheduler_type": "constant", "optim": "adamw_torch", "logging_steps": 1,
-    "save_strategy": "no", "bf16": False, "fp16": False, "gradient_checkpointing": False, "use_cpu": True,
+    "save_strategy": "no", "fp16": False, "gradient_checkpointing": False, "use_cpu": True,
     "disable_tqdm": True, "seed": 0,
 }  # fmt: skip
+
+
+def common(work: Work) -> dict[str, Any]:
+    """Arguments of every Trainer. In bf16 the frozen weights are bf16 and autocast is on, as their guides do it."""
+    return COMMON | {"bf16": work.precision == "bf16"}
 
 
 def watch() -> None:
@@ -57,14 +62,14 @@ def trainer(work: Work) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
     tokenizer = AutoTokenizer.from_pretrained(work.model)
-    model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype))
     model = get_peft_model(model, LoraConfig(r=LORA_R, lora_alpha=LORA_ALPHA, target_modules=list(TARGETS)))
     arguments = TrainingArguments(
         output_dir=str(work.output),
         max_steps=work.steps,
         report_to="none",
         train_sampling_strategy="sequential",
-        **COMMON,
+        **common(work),
     )
     rows: Any = work.encoded(tokenizer.encode)
     Trainer(model, arguments, train_dataset=rows, data_collator=DataCollatorForSeq2Seq(tokenizer)).train()
@@ -78,7 +83,7 @@ def trl(work: Work) -> None:
 
     arguments = SFTConfig(
         output_dir=str(work.output), max_steps=work.steps, report_to="none", train_sampling_strategy="sequential",
-        max_length=MAX_LENGTH, model_init_kwargs={"dtype": torch.float32}, **COMMON,
+        max_length=MAX_LENGTH, model_init_kwargs={"dtype": getattr(torch, work.dtype)}, **common(work),
     )  # fmt: skip
     lora = LoraConfig(r=LORA_R, lora_alpha=LORA_ALPHA, target_modules=list(TARGETS))
     SFTTrainer(str(work.model), arguments, train_dataset=Dataset.from_list(work.messages()), peft_config=lora).train()
@@ -93,7 +98,7 @@ def unsloth(work: Work) -> None:
 
     watch()  # after its import, which makes the Trainer anew
     model, tokenizer = FastLanguageModel.from_pretrained(
-        str(work.model), max_seq_length=MAX_LENGTH, dtype=torch.float32, load_in_4bit=False
+        str(work.model), max_seq_length=MAX_LENGTH, dtype=getattr(torch, work.dtype), load_in_4bit=False
     )
     model = FastLanguageModel.get_peft_model(
         model,
@@ -105,7 +110,7 @@ def unsloth(work: Work) -> None:
     )
     arguments = SFTConfig(
         output_dir=str(work.output), max_steps=work.steps, report_to="none", train_sampling_strategy="sequential",
-        max_length=MAX_LENGTH, dataset_kwargs={"skip_prepare_dataset": True}, **COMMON,
+        max_length=MAX_LENGTH, dataset_kwargs={"skip_prepare_dataset": True}, **common(work),
     )  # fmt: skip
     SFTTrainer(
         model, arguments, train_dataset=Dataset.from_list(work.encoded(tokenizer.encode)), processing_class=tokenizer,
@@ -125,7 +130,7 @@ def llamafactory(work: Work) -> None:
         "lora_rank": LORA_R, "lora_alpha": LORA_ALPHA, "lora_target": ",".join(TARGETS), "lora_dropout": 0.0,
         "dataset": "rows", "dataset_dir": str(work.output), "template": "smollm2", "default_system": SYSTEM,
         "cutoff_len": MAX_LENGTH, "disable_shuffling": True, "disable_gradient_checkpointing": True,
-        "output_dir": str(work.output / "run"), "max_steps": work.steps, "report_to": "none", **COMMON,
+        "output_dir": str(work.output / "run"), "max_steps": work.steps, "report_to": "none", **common(work),
     })  # fmt: skip
 
 
@@ -139,9 +144,9 @@ def swift(work: Work) -> None:
     rows.write_text(
         "".join(json.dumps({"messages": row["prompt"] + row["completion"]}) + "\n" for row in work.messages())
     )
-    settings = COMMON | {
+    settings = common(work) | {
         "model": work.model, "model_type": "llama", "template": "chatml", "system": SYSTEM, "dataset": rows,
-        "torch_dtype": "float32", "tuner_type": "lora", "lora_rank": LORA_R, "lora_alpha": LORA_ALPHA, "lora_dropout": 0,
+        "torch_dtype": work.dtype, "tuner_type": "lora", "lora_rank": LORA_R, "lora_alpha": LORA_ALPHA, "lora_dropout": 0,
         "max_length": MAX_LENGTH, "max_steps": work.steps, "split_dataset_ratio": 0, "dataset_shuffle": False,
         "train_dataloader_shuffle": False, "output_dir": work.output / "run", "dataloader_num_workers": 0,
         "report_to": "none",

@@ -28,12 +28,19 @@ class Work:
     data: Path
     steps: int
     output: Path
+    precision: str
+    """fp32 or bf16: of the frozen weights and of the computation."""
 
     @classmethod
     def from_argv(cls) -> Work:
-        """python RUNNER PEER MODEL_FOLDER ROWS.jsonl STEPS OUTPUT_FOLDER"""
-        peer, model, data, steps, output = sys.argv[1:]
-        return cls(peer, Path(model), Path(data), int(steps), Path(output))
+        """python RUNNER PEER MODEL_FOLDER ROWS.jsonl STEPS OUTPUT_FOLDER PRECISION"""
+        peer, model, data, steps, output, precision = sys.argv[1:]
+        return cls(peer, Path(model), Path(data), int(steps), Path(output), precision)
+
+    @property
+    def dtype(self) -> str:
+        """`precision` as torch calls it."""
+        return {"fp32": "float32", "bf16": "bfloat16"}[self.precision]
 
     def rows(self) -> list[dict[str, str]]:
         """Question and answer, in file order: as many as the steps need."""
