@@ -74,9 +74,9 @@ def on_a_terminal(command: list[str], columns: int = 110) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def put_into_docs(script: str, lines: list[str]) -> None:
-    """Write these lines where docs/memory.md keeps what `script --docs` makes."""
-    page, begin = ROOT / "docs/memory.md", f"<!-- made by {script} --docs -->"
+def put_into_docs(script: str, lines: list[str], *, file: str = "docs/memory.md") -> None:
+    """Write these lines where `file` keeps what `script --docs` makes."""
+    page, begin = ROOT / file, f"<!-- made by {script} --docs -->"
     block = "\n".join([begin, *lines, "<!-- end -->"])
     page.write_text(re.sub(rf"{re.escape(begin)}.*?<!-- end -->", lambda _: block, page.read_text(), flags=re.S))
 

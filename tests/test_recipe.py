@@ -65,6 +65,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "how.micro_batch_tokens": st.none() | _counts, "how.recompute": st.sampled_from([None, "none", "selective", "block", "offload"]),
     "how.update": st.sampled_from([None, "after_backward", "in_backward"]),
     "how.loss_chunk_tokens": st.none() | _counts,
+    "most_left_out": _shares, "how.batching": st.sampled_from(["packing", "grouping", "padding"]),
     "how.optimizer": st.sampled_from([None, "adamw", "adamw_host", "adamw_8bit"]),
 }  # fmt: skip
 
@@ -164,7 +165,7 @@ def test_a_key_that_is_no_text_is_refused():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model", 3), ("model", None), ("data", ["a.jsonl"]), ("device", "tpu"), ("eval_rows", -1),
+        ("model", 3), ("model", None), ("data", 3), ("data", []), ("device", "tpu"), ("eval_rows", -1),
         ("eval_rows", "some"),
         ("what", 3), ("what", None), ("how", "fast"), ("how", [1]), ("how.recompute", "blocks"),
         ("how.micro_batch_tokens", 0), ("how.micro_batch_tokens", "auto"), ("how.loss_chunk_tokens", 2.5),
@@ -246,7 +247,7 @@ def test_overrides_go_over_keys_and_keys_over_the_file(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("model: a\ndata: a\noutput: a\nhow: auto\nwhat:\n  seed: 1\n  max_length: 64\n")
     recipe = load(file, model="b", data="b", eval_data=None, overrides=["data=c", "what.seed=2", "how.recompute=block"])
-    assert (recipe.model, recipe.data, recipe.output, recipe.eval_data) == ("b", "c", "a", None)
+    assert (recipe.model, recipe.data_names, recipe.output, recipe.eval_data) == ("b", "c", "a", None)
     assert (recipe.what.seed, recipe.what.max_length, recipe.how.recompute) == (2, 64, "block")
 
 
@@ -287,3 +288,46 @@ def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
         load(tmp_path / "absent.yaml")
     with pytest.raises(RecipeError, match="cannot be read"):
         load(tmp_path)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "paths"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ({"path": "a", "task": "t"}, ["a"]), ([{"path": "a"}, "b"], ["a", "b"])],
+)
+def test_data_is_a_path_a_source_or_a_list(written, paths):
+    recipe = check({"data": written})
+    assert [source.path for source in recipe.data] == paths
+    assert check(yaml.safe_load(dump(recipe))) == recipe
+
+
+def test_data_is_written_as_a_person_would():
+    assert yaml.safe_load(dump(Recipe()))["data"] == "demo"
+    assert yaml.safe_load(dump(check({"data": [{"path": "a", "weight": 2}, "b"]})))["data"] == [
+        {"path": "a", "weight": 2.0},
+        "b",
+    ]
+
+
+def test_a_key_of_the_one_source_is_set_beside_its_path():
+    assert load(data="a", overrides=["data.skip_broken_lines=true"]).data[0].model_dump() == {
+        "path": "a", "task": None, "weight": 1.0, "columns": {}, "skip_broken_lines": True
+    }  # fmt: skip
+    assert load(overrides=["data.columns.prompt=q"]).data_names == "demo"
+
+
+def test_a_key_of_one_of_several_sources_is_not_guessed(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("data: [a, b]\n")
+    with pytest.raises(RecipeError, match="data is a list here"):
+        load(file, overrides=["data.skip_broken_lines=true"])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [([{"task": "x"}], "data.path: field required"), ({"path": "a", "weight": 0}, "data.weight: ")]
+)
+def test_a_wrong_source_is_refused_with_its_key(value, words):
+    with pytest.raises(RecipeError, match=words):
+        check({"data": value})

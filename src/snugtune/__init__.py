@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from snugtune.api import doctor, evaluate, plan, train
+    from snugtune.inspecting import inspect
     from snugtune.merging import merge
     from snugtune.recipe import Recipe
 
-__all__ = ["Recipe", "doctor", "evaluate", "merge", "plan", "train"]
+__all__ = ["Recipe", "doctor", "evaluate", "inspect", "merge", "plan", "train"]
 
-_HOMES = {"Recipe": "snugtune.recipe", "merge": "snugtune.merging"} | dict.fromkeys(
+_HOMES = {"Recipe": "snugtune.recipe", "inspect": "snugtune.inspecting", "merge": "snugtune.merging"} | dict.fromkeys(
     ("doctor", "evaluate", "plan", "train"), "snugtune.api"
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -27,8 +27,8 @@ from snugtune.adapters import merge as merging
 from snugtune.adapters import save as adapters
 from snugtune.data import dataset, sources
 from snugtune.data.dataset import Dataset
-from snugtune.errors import InputError, OutOfMemory, RecipeError
-from snugtune.events import EventLog, replace_text
+from snugtune.errors import InputError, ModelError, OutOfMemory, RecipeError
+from snugtune.events import EventLog, Progress, quiet, replace_text
 from snugtune.memory import master
 from snugtune.models import load
 from snugtune.planner import apart, calibrate, probe, speed
@@ -40,15 +40,8 @@ from snugtune.units import MIB, format_bytes
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int, dict[str, float]], None]
-"""Called with (what is being done, done, total, facts) as a run goes on."""
-
 _EVALUATION_TOKENS = 1024
 """Micro-batch of a stand-alone evaluation: large enough to be fast, and nothing is kept for backward."""
-
-
-def quiet(what: str, done: int, total: int, facts: dict[str, float]) -> None:
-    """Progress that nobody looks at."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,7 @@ def train(recipe: Recipe, *, progress: Progress = quiet) -> TrainReport:
     started = time.monotonic()
     if not devices.is_at_hand(recipe.device):
         raise RecipeError(f"device {recipe.device} is a card to plan for; train runs on auto, cpu or cuda")
-    prepared = _prepare(recipe)
+    prepared = _prepare(recipe, progress=progress)
     for line in prepared.data.left_out.describe():
         log.warning(line)
     log.info("planning inside %s", format_bytes(prepared.budget_bytes))
@@ -257,9 +250,10 @@ def evaluate(
     recipe = Recipe(model=model, data=data)
     spec = devices.find(recipe.device)
     tokenizer = load.load_tokenizer(source)
-    held_out = dataset.load_evaluation(data, tokenizer, max_length=max_length, most_rows=rows)
+    held_out = dataset.load_evaluation(data, tokenizer, max_length=max_length, most_rows=rows, progress=progress)
     for line in held_out.left_out.describe():
         log.warning(line)
+    _check_vocabulary(held_out, tokenizer, load.read_config(source))
     with inside(spec, budget or devices.free_bytes(spec)):
         dtype = load.DTYPES[compute_precision(recipe, spec)]
         loaded = load.load_model(source, dtype=dtype, device=spec.kind, packing=source.packing)
@@ -323,9 +317,10 @@ def _warnings(used: devices.DeviceSpec) -> list[str]:
     return found
 
 
-def _prepare(recipe: Recipe, *, token_lengths: str | None = None) -> _Prepared:
+def _prepare(recipe: Recipe, *, token_lengths: str | None = None, progress: Progress = quiet) -> _Prepared:
     if token_lengths is None:
-        sources.check(recipe.data)
+        for one in recipe.data:
+            sources.check(one.path)
     if recipe.eval_data is not None:
         sources.check(recipe.eval_data)
     spec = devices.find(recipe.device)
@@ -340,11 +335,12 @@ def _prepare(recipe: Recipe, *, token_lengths: str | None = None) -> _Prepared:
     if token_lengths is None:
         load.weight_files(source)
         tokenizer = load.load_tokenizer(source)
-        data = dataset.load_dataset(recipe, tokenizer)
+        data = dataset.load_dataset(recipe, tokenizer, progress=progress)
+        _check_vocabulary(data, tokenizer, config)
     else:
         tokenizer, data = None, dataset.stand_in(token_lengths)
     limit = getattr(config, "max_position_embeddings", None)
-    if limit and max(row.tokens for row in data.train) > limit:
+    if limit and max(data.lengths) > limit:
         raise RecipeError(
             f"what.max_length {recipe.what.max_length} is over the model's {limit} positions, and rows reach it"
         )
@@ -364,6 +360,22 @@ def _prepare(recipe: Recipe, *, token_lengths: str | None = None) -> _Prepared:
         "what": recipe.what.model_copy(update={"precision": precision}),
     })  # fmt: skip
     return _Prepared(asked, recipe, source, config, tokenizer, data, spec, load.DTYPES[precision], budget)
+
+
+def _check_vocabulary(data: Dataset, tokenizer: Tokenizer, config: PretrainedConfig) -> None:
+    """Tokens that were added to a tokenizer have no row in a model that was not made larger for them."""
+    rows = config.get_text_config().vocab_size
+    if data.largest_id < rows:
+        return
+    added = {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
+    named = ", ".join(added[number] for number in sorted(added)[:5])
+    width_bytes = 4 * config.get_text_config().hidden_size
+    raise ModelError(
+        f"the tokenizer has {len(added)} tokens more than the model's {rows} ({named}), and the data uses them. Make the model larger "
+        f"(resize_token_embeddings in transformers) and save it; the new rows ({format_bytes(len(added) * width_bytes)}, twice that where the "
+        "head is not tied) mean nothing until they are trained, which LoRA on attention and MLPs does not do: train with "
+        "what.method=full, or write the texts without these tokens"
+    )
 
 
 def compute_precision(recipe: Recipe, spec: devices.DeviceSpec) -> str:
@@ -517,7 +529,7 @@ def _readme(prepared: _Prepared, recipe: Recipe, report: TrainReport) -> str:
     kind = f"LoRA adapter (r {what.lora.r}, alpha {what.lora.lora_alpha:g})" if what.method == "lora" else "Model"
     lines = [
         f"# {kind} for {prepared.source.published_as}", "",
-        f"Trained with snugtune on {report.rows_used} rows of `{recipe.data}` for {report.steps} steps of "
+        f"Trained with snugtune on {report.rows_used} rows of `{recipe.data_names}` for {report.steps} steps of "
         f"{report.global_batch_rows} rows, learning rate {what.learning_rate:g}, base and compute in {what.precision}, trained "
         "tensors in float32.", "",
     ]  # fmt: skip

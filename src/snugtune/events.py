@@ -6,8 +6,16 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+Progress = Callable[[str, int, int, dict[str, float]], None]
+"""Called with (what is being done, done, total, facts) as something long goes on."""
+
+
+def quiet(what: str, done: int, total: int, facts: dict[str, float]) -> None:
+    """Progress that nobody looks at."""
 
 
 class EventLog:

@@ -25,6 +25,7 @@ Base = Literal["auto", "fp32", "bf16", "fp16", "int4", "nf4"]
 Update = Literal["after_backward", "in_backward"]
 Recompute = Literal["none", "selective", "block", "offload"]
 Optimizer = Literal["adamw", "adamw_host", "adamw_8bit"]
+Batching = Literal["packing", "grouping", "padding"]
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 
@@ -113,6 +114,9 @@ class How(Section):
 
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Most tokens of one forward; a single longer row is a micro-batch of its own."""
+    batching: Batching = "packing"
+    """How rows share a micro-batch: end to end without padding, or padded to its longest, in order or by like length. The
+    planner leaves it as it is: the other two compute the same and more."""
     recompute: Recompute | None = None
     """Activation checkpointing: keep everything, all but the inside of the MLPs, only the input of each block, or not even
     that: it waits in the host's memory (on a CPU, in a file)."""
@@ -130,15 +134,47 @@ def _how(value: Any) -> Any:
     return {} if value in (None, "auto") else value
 
 
+class DataSource(Section):
+    """Rows of one file (or packaged data, or a data set of the hub), and how they are read."""
+
+    path: str
+    task: str | None = None
+    """Which of several tasks they are of."""
+    weight: float = Field(1.0, gt=0, le=1000)
+    """How often each row comes in an epoch; of a part of one, so many rows are drawn by the seed once and for all."""
+    columns: dict[str, str] = {}
+    """Name that we know a field by -> name of the column that holds it: {prompt: question_text, completion: reply}."""
+    skip_broken_lines: bool = False
+    """Leave out lines of a .jsonl that are no JSON, instead of taking the file for damaged."""
+
+
+def _data(value: Any) -> Any:
+    """A path alone, or one source, or several."""
+    sources = value if isinstance(value, list) else [value]
+    return [{"path": source} if isinstance(source, str) else source for source in sources]
+
+
+def _short(sources: list[DataSource]) -> Any:
+    """As a person would write it: a path alone where nothing else is said."""
+    said = [source.model_dump(mode="json", exclude_defaults=True) for source in sources]
+    shortest = [one["path"] if set(one) == {"path"} else one for one in said]
+    return shortest[0] if len(shortest) == 1 else shortest
+
+
 class Recipe(Section):
     """One run, whole."""
 
     model: str = "demo"
-    data: str = "demo"
+    data: Annotated[list[DataSource], BeforeValidator(_data), PlainSerializer(_short), Field(min_length=1)] = [
+        DataSource(path="demo")
+    ]
+    """A file, an id of the hub or `demo`, one with its columns ({path: ..., columns: ...}), or a list of these."""
     eval_data: str | None = None
     """Held-out rows; without it the packaged data brings its own, and other data gives up `eval_rows` of its rows."""
     eval_rows: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """How many held-out rows are scored; auto is at most 200, and of data without its own held-out rows at most a tenth."""
+    most_left_out: float = Field(0.5, ge=0, le=1)
+    """Share of the rows that may be left out for what is wrong with them before the run is refused."""
     budget: Size = "auto"
     """Bytes of device memory that may be in use: the whole process on a CPU, context and allocator on a GPU."""
     device: Annotated[str, AfterValidator(_check_device)] = "auto"
@@ -146,6 +182,11 @@ class Recipe(Section):
     what: What = What()
     how: Annotated[How, BeforeValidator(_how)] = How()
     output: str = "runs/demo"
+
+    @property
+    def data_names(self) -> str:
+        """What it trains on, for a person."""
+        return ", ".join(source.path for source in self.data)
 
 
 def load(path: str | Path | None = None, *, overrides: Sequence[str] = (), **keys: Any) -> Recipe:
@@ -209,11 +250,16 @@ def _set(tree: dict[str, Any], override: str) -> None:
     except (yaml.YAMLError, ValueError):
         raise RecipeError(f"--set {path}: '{text}' is not a YAML value") from None
     *sections, key = path.strip().split(".")
-    here = tree
+    here: dict[str, Any] = tree
     for section in sections:
         inner = here.get(section)
-        if not isinstance(inner, dict):  # absent, or `how: auto`
-            inner = here[section] = {}
+        if not isinstance(inner, dict):  # absent, or `how: auto`, or `data: FILE`
+            if isinstance(inner, list):
+                raise RecipeError(
+                    f"--set {override}: {section} is a list here; set this in the recipe, for the one that it is meant for"
+                )
+            is_path = section == "data" and here is tree
+            inner = here[section] = dict[str, Any](path=inner or "demo") if is_path else dict[str, Any]()
         here = inner
     here[key] = _number(value) if value == text.strip() else value  # quoted, it is meant as text
 

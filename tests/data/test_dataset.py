@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 from small_tokenizers import chat, plain
@@ -46,11 +47,10 @@ def test_a_part_of_the_rows_is_held_out_and_never_trained_on(write, rows, eval_r
     found = _load(write(_rows(rows)), eval_rows=eval_rows)
     assert len(found.held_out) == held_out and len(found.train) == rows - held_out
     everything = [f"rows.jsonl:{n}" for n in range(1, rows + 1)]
-    assert sorted([*_where(found.train), *_where(found.held_out)]) == sorted(everything), (
-        "a row is in both parts or in none"
-    )
-    for part in (found.train, found.held_out):
-        assert _where(part) == [where for where in everything if where in set(_where(part))], "the file's order is lost"
+    parts = [_where(found.train), _where(found.held_out)]
+    assert sorted(parts[0] + parts[1]) == sorted(everything), "a row is in both parts or in none"
+    for part in map(set, parts):
+        assert [where for where in everything if where in part] in parts, "the file's order is lost"
 
 
 def test_the_split_is_a_function_of_the_seed(write):
@@ -168,3 +168,80 @@ def test_the_split_comes_before_tokens(write):
     """Which rows are held out must not depend on the model's tokenizer, else two models could not be compared."""
     name = write(_rows(60))
     assert _where(_load(name).held_out) == _where(_load(name, tokenizer=chat()).held_out)
+
+
+def test_held_out_rows_that_are_cut_to_nothing_do_not_stop_the_run(write):
+    rows = [*_rows(9), {"prompt": "z" * 200, "completion": " a"}]
+    for seed in range(12):
+        found = _load(write(rows), max_length=32, seed=seed, eval_rows=1)
+        assert len(found.train) + len(found.held_out) == 9
+
+
+def test_bad_rows_of_the_held_out_file_are_no_reason_not_to_train(write):
+    bad = [{"prompt": "q", "completion": ""}] * 30
+    found = _load(write(_rows(5)), eval_data=write([*_rows(10), *bad], "eval.jsonl"))
+    assert len(found.train) == 5 and sum(found.left_out.counts.values()) == 30
+
+
+def test_a_small_weight_leaves_a_row_at_least(write):
+    assert len(_load({"path": write(_rows(20)), "weight": 0.01}, eval_rows=0).train) == 1
+
+
+# --- several sources -------------------------------------------------------------------------------------------------
+
+
+def test_several_sources_are_one_after_the_other_with_their_tasks(write):
+    sources = [{"path": write(_rows(4), "a.jsonl"), "task": "x"}, write(_rows(3), "b.jsonl")]
+    found = _load(sources, eval_rows=0)
+    assert _where(found.train) == [f"a.jsonl:{n}" for n in range(1, 5)] + [f"b.jsonl:{n}" for n in range(1, 4)]
+    assert found.train.tasks == ["x", None]
+
+
+@pytest.mark.parametrize(("weight", "rows"), [(1, 10), (2, 20), (0.5, 5), (1.3, 13), (3.25, 32)])
+def test_a_weight_says_how_often_rows_come(write, weight, rows):
+    sources = [{"path": write(_rows(10), "a.jsonl"), "weight": weight}, {"path": write(_rows(4), "b.jsonl")}]
+    found = _load(sources, eval_rows=0)
+    counts = Counter(_where(found.train))
+    assert sum(n for where, n in counts.items() if where[0] == "a") == rows
+    assert all(n in (int(weight), int(weight) + 1) for where, n in counts.items() if where[0] == "a")
+    assert [n for where, n in counts.items() if where[0] == "b"] == [1] * 4
+    assert _where(_load(sources, eval_rows=0).train) == _where(found.train), "the draw is no function of the seed"
+
+
+def test_held_out_rows_come_from_all_sources_and_never_come_twice(write):
+    sources = [{"path": write(_rows(50), "a.jsonl"), "weight": 2}, {"path": write(_rows(50, start=50), "b.jsonl")}]
+    found = _load(sources, eval_rows=40)
+    held = _where(found.held_out)
+    assert len(set(held)) == 40 and {where[0] for where in held} == {"a", "b"}
+    assert not set(held) & set(_where(found.train))
+
+
+def test_an_empty_source_among_others_is_named(write):
+    with pytest.raises(DataError, match=r"b\.jsonl holds no rows"):
+        _load([write(_rows(4), "a.jsonl"), write([], "b.jsonl")])
+
+
+def test_files_of_one_name_are_told_apart(write, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    labelled = [{"text": f"t{n}", "label": "ab"[n % 2]} for n in range(10)]
+    sources = [
+        write(labelled, "one/r.jsonl"),
+        write([{**row, "text": f"u{n}"} for n, row in enumerate(labelled)], "two/r.jsonl"),
+    ]
+    found = _load(sources, eval_rows=12)
+    assert all(row.choices and len(row.choices) == 2 for row in found.held_out)
+    assert len({tuple(row.ids.tolist()) for row in found.held_out}) == 12
+
+
+def test_columns_and_eval_data(write):
+    source = {"path": write([{"q": "x", "a": "y"}] * 3), "columns": {"prompt": "q", "completion": "a"}}
+    found = _load(source, eval_data=write([{"q": "z", "a": "y"}], "eval.jsonl"))
+    assert len(found.train) == 3 and len(found.held_out) == 1
+
+
+def test_records_of_no_known_format_stop_the_run_with_the_formats(write):
+    with pytest.raises(
+        DataError, match=r"(?s)its keys: q, a\).*A row needs one of: prompt \+ completion, messages.*data\.columns"
+    ):
+        _load(write([{"q": "x", "a": "y"}] * 3))

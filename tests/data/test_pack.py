@@ -8,9 +8,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import tiny
 from snugtune.data.encode import EncodedRow
-from snugtune.data.pack import collate, global_batches, pack, planned_steps, row_order
+from snugtune.data.pack import (
+    collate,
+    computed_tokens,
+    global_batches,
+    micro_batches,
+    pack,
+    padded,
+    planned_steps,
+    row_order,
+)
+from snugtune.kernels import attention
 from snugtune.recipe import What
+from snugtune.step import Scorer
 
 relaxed = settings(deadline=None)
 _lengths = st.lists(st.integers(1, 40), max_size=30)
@@ -172,3 +184,49 @@ def test_the_layout_holds_every_token_in_its_own_row(lengths, descending):
 def test_a_row_without_labels_collates_to_none():
     batch = collate([EncodedRow("f:1", np.array([5, 6], dtype=np.int32), np.array([False, False]))])
     assert batch.label_tokens == 0 and batch.labels_N.shape == batch.label_positions_N.shape == (0,)
+
+
+# --- padding, to be compared with packing ----------------------------------------------------------------------------
+
+MODES = ["packing", "grouping", "padding"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    capacity=st.integers(1, 200),
+    batching=st.sampled_from(MODES),
+)
+def test_every_row_is_in_one_micro_batch_that_fits(lengths, capacity, batching):
+    parts = micro_batches(lengths, capacity=capacity, batching=batching)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    for part in parts:
+        sizes = [lengths[i] for i in part]
+        assert computed_tokens(sizes, batching) <= capacity or len(part) == 1
+    if batching == "padding":
+        assert [i for part in parts for i in part] == list(range(len(lengths))), "the order of rows is lost"
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(2, 30), min_size=1, max_size=6), batching=st.sampled_from(MODES))
+def test_padded_rows_are_as_long_as_was_said_and_have_their_labels(lengths, batching):
+    rows = tiny.rows(lengths)
+    longer = padded(rows, batching)
+    assert sum(row.tokens for row in longer) == computed_tokens(lengths, batching)
+    for row, long in zip(rows, longer, strict=True):
+        assert long.ids[: row.tokens].tolist() == row.ids.tolist() and long.label_tokens == row.label_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("batching", ["grouping", "padding"])
+def test_padding_changes_neither_loss_nor_gradient(name, batching):
+    """What stands behind a row is not seen by it, and is no label."""
+    found = []
+    for way in ("packing", batching):
+        torch.manual_seed(0)
+        model = tiny.model(name, attn=attention.NAME).train().requires_grad_()
+        loss = Scorer(model)._loss(collate(padded(tiny.rows([9, 30, 17]), way)))
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        tiny.assert_close(other, one, within=1e-5, name=f"{name} {batching}")

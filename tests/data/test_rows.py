@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from small_tokenizers import CHATML, DEFAULT_SYSTEM, REWRITES, STRICT, chat, plain
+from small_tokenizers import CHATML, DEFAULT_SYSTEM, REWRITES, STRICT, THINKS, chat, plain
 
+from snugtune.data.chat import JOINED, MOVED
 from snugtune.data.rows import LeftOut, Row, render
 from snugtune.data.sources import Record
 from snugtune.errors import DataError
@@ -124,13 +125,17 @@ NO_TURNS = "the conversation has no turns"
         ({"text": " "}, "text is empty"),
         ({"query": "q", "response": []}, "response is a list, not text"),
         ({"messages": []}, NO_TURNS), ({"messages": None}, NO_TURNS), ({"messages": "u:q"}, NO_TURNS),
-        ({"conversations": {}}, NO_TURNS), ({"messages": ["q"]}, "a turn lacks role or content"),
-        ({"messages": [{"role": "user"}]}, "a turn lacks role or content"),
-        ({"conversations": _turns("u:q", "a:a")}, "a turn lacks from or value"),
+        ({"conversations": {}}, NO_TURNS), ({"messages": ["q"]}, "a turn lacks role"),
+        ({"messages": [{"role": "user"}]}, "a turn lacks content"),
+        ({"conversations": _turns("u:q", "a:a")}, "a turn lacks from"),
         ({"messages": [{"role": None, "content": "q"}]}, "role is null"),
         ({"messages": [{"role": ["user"], "content": "q"}]}, "role is a list, not text"),
         ({"messages": [*_turns("u:q"), {"role": "assistant", "content": None}]}, "content is null"),
-        ({"messages": [*_turns("u:q"), {"role": "assistant", "content": None, "tool_calls": [{}]}]}, "content is null"),
+        ({"messages": [*_turns("u:q"), {"role": "assistant", "content": None, "tool_calls": [{}]}]}, "a tool call has no function name"),
+        ({"messages": [*_turns("u:q"), {"role": "assistant", "content": "a", "loss": "no"}]}, "loss of a turn is neither true nor false"),
+        ({"messages": [*_turns("u:q"), {"role": "assistant", "content": "a", "loss": False}]}, "the loss counts none of the assistant's turns"),
+        ({"messages": _turns("u:q", "a:a"), "tools": "{"}, "tools is no JSON"),
+        ({"messages": _turns("u:q", "a:a"), "tools": ["f"]}, "tools is no list of functions"),
         ({"messages": [{"role": "user", "content": None}, *_turns("a:a")]}, "content is null"),
         ({"messages": [{"role": "user", "content": [{}]}, *_turns("a:a")]}, "content is a list, not text"),
         ({"messages": _turns("u:q", "a: ")}, "content is empty"),
@@ -179,10 +184,11 @@ def test_left_out_rows_are_counted_by_reason_and_the_first_are_named():
 
 
 @pytest.mark.parametrize("fields", [{}, {"prompt": "q"}, {"a": 1, "b": 2}, {"Prompt": "q", "Completion": "a"}])
-def test_a_record_of_no_known_format_stops_the_run_and_lists_the_formats(fields):
-    with pytest.raises(DataError, match=r"f\.jsonl:1 has the keys .*prompt \+ completion, messages") as refused:
-        _render(fields)
-    assert all(key in str(refused.value) for key in fields) and (fields or "(none)" in str(refused.value))
+def test_a_record_of_no_known_format_is_left_out_with_its_keys(fields):
+    rows, left_out = _render(fields, {"text": "t"})
+    [(reason, where)] = left_out.reasons.items()
+    assert len(rows) == 1 and where == ["f.jsonl:1"]
+    assert reason == f"it is in no format that is known here (its keys: {', '.join(fields) or 'none'})"
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
@@ -194,15 +200,37 @@ def test_a_conversation_without_a_template_stops_the_run(key):
 # --- templates -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "turns", [_turns("s:s", "u:q", "a:a"), _turns("u:q", "u:q", "a:a"), _turns("s:s", "s:s", "u:q", "a:a")]
-)
-def test_what_a_template_refuses_is_left_out_with_its_words(turns):
+def test_what_a_template_refuses_in_every_form_is_left_out_with_its_words():
+    turns = [*_turns("u:q", "a:a"), {"role": "tool", "content": "42"}, *_turns("a:a")]
     rows, left_out = _render({"messages": turns}, {"messages": _turns("u:q", "a:a")}, tokenizer=chat(STRICT))
     assert [row.where for row in rows] == ["f.jsonl:2"]
     assert left_out.reasons == {
         "the chat template refuses it (Conversation roles must alternate user/assistant)": ["f.jsonl:1"]
     }
+
+
+def test_rows_that_the_rule_changed_are_named():
+    turns = _turns("s:s", "u:q", "a:a")
+    rows, left_out = _render({"messages": turns}, {"messages": _turns("u:q", "u:r", "a:a")}, tokenizer=chat(STRICT))
+    assert [row.text for row in rows] == ["<s>[INST] s\n\nq [/INST] a</s>", "<s>[INST] q\n\nr [/INST] a</s>"]
+    assert left_out.changed == {MOVED: ["f.jsonl:1"], JOINED: ["f.jsonl:2"]} and not left_out.reasons
+    assert left_out.describe() == [
+        "1 row used, but the system text was put in front of the user's turn: f.jsonl:1",
+        "1 row used, but turns of the same role in a row were joined: f.jsonl:2",
+    ]
+
+
+def test_turns_say_themselves_whether_they_are_learnt():
+    for key in ("loss", "train", "weight"):
+        turns = _turns("u:q", "a:one", "u:q", "a:two")
+        turns[1][key] = 0 if key == "weight" else False
+        assert _learnt(_one({"messages": turns}, chat())) == ["two<|im_end|>"]
+
+
+def test_sharegpt_names_and_its_own_system_text():
+    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    row = _one({"conversations": said, "system": "s"}, chat())
+    assert row.text == CHAT_SYSTEM + CHAT_QA and _learnt(row) == ["a<|im_end|>"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_not_trained_on_by_guess():
@@ -211,6 +239,12 @@ def test_a_template_that_rewrites_earlier_turns_is_not_trained_on_by_guess():
     assert [_learnt(row) for row in rows] == [["<think>x</think>a<|im_end|>"]]
     [(reason, where)] = left_out.reasons.items()
     assert "rewrites earlier turns" in reason and where == ["f.jsonl:1"]
+
+
+def test_a_template_that_writes_the_last_answer_in_another_way_learns_every_answer():
+    row = _one({"messages": _turns("u:assistant", "a:yes", "u:yes", "a:yes")}, chat(THINKS))
+    assert _learnt(row) == ["yes<|im_end|>", "<think>\n\n</think>\n\nyes<|im_end|>"]
+    assert row.text.index("assistant\nyes") + 10 == row.label_spans[0][0]
 
 
 # --- choices ---------------------------------------------------------------------------------------------------------

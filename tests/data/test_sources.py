@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from snugtune.data import sources
 from snugtune.data.sources import DEMO_INTENTS, Record, check, read
 from snugtune.errors import DataError
+from snugtune.recipe import DataSource
 
 ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "ä\u2028x", "completion": "c\nd"}]
 
@@ -273,3 +274,111 @@ def test_the_demo_is_its_ten_intents_of_banking77(part):
     assert all(r.fields["choices"] == sorted(wanted) for r in found)
     whole = {(r.where, r.fields["prompt"]): r.fields["completion"] for r in read("banking77", part=part)}
     assert all(whole[r.where, r.fields["prompt"]] == r.fields["completion"] for r in found)
+
+
+# --- columns, broken lines, parquet, the hub -------------------------------------------------------------------------
+
+
+def _fields(source, **options):
+    return [record.fields for record in read(source, **options)]
+
+
+def test_columns_are_read_under_the_names_that_we_know(tmp_path):
+    path = _write(tmp_path, "rows.jsonl", _jsonl([{"q": "a", "reply": "b", "prompt": "old", "id": 1}]))
+    source = DataSource(path=str(path), columns={"prompt": "q", "completion": "reply"})
+    assert _fields(source) == [{"prompt": "a", "completion": "b", "id": 1}]
+
+
+def test_a_column_that_a_row_lacks_is_not_made_up(tmp_path):
+    path = _write(tmp_path, "rows.jsonl", _jsonl([{"q": "a"}]))
+    assert _fields(DataSource(path=str(path), columns={"prompt": "q", "completion": "reply"})) == [{"prompt": "a"}]
+
+
+def test_broken_lines_are_told_and_left_out_where_that_is_asked_for(tmp_path):
+    path, told = _write(tmp_path, "rows.jsonl", '{"text": "a"}\n{"text": \n\n{"text": "b"}\n'), []
+    assert _fields(str(path), broken=lambda *at: told.append(at)) == [{"text": "a"}, {"text": "b"}]
+    assert told == [("the line is no JSON", "rows.jsonl:2")]
+    with pytest.raises(DataError, match=r"rows\.jsonl:2 is not JSON .*data\.skip_broken_lines=true"):
+        _fields(str(path))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.text(st.characters(codec="utf-8")), st.text(st.characters(codec="utf-8")) | st.none()))
+)
+def test_any_parquet_comes_back_exactly(tmp_path_factory, rows):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path_factory.mktemp("parquet") / "rows.parquet"
+    columns = {"prompt": [row[0] for row in rows], "completion": [row[1] for row in rows]}
+    schema = pyarrow.schema([("prompt", pyarrow.string()), ("completion", pyarrow.string())])
+    parquet.write_table(pyarrow.table(columns, schema=schema), path)
+    assert _fields(str(path)) == [{"prompt": a, "completion": b} for a, b in rows]
+
+
+def test_conversations_in_parquet_are_lists(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    parquet.write_table(pyarrow.table({"messages": [turns]}), tmp_path / "rows.parquet")
+    assert [(r.where, r.fields) for r in read(str(tmp_path / "rows.parquet"))] == [
+        ("rows.parquet row 1", {"messages": turns})
+    ]
+
+
+def test_a_damaged_parquet_is_refused_by_name(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = _write(tmp_path, "rows.parquet", b"PAR1 and nothing else")
+    with pytest.raises(DataError, match=r"rows\.parquet cannot be read after row 0"):
+        _fields(str(path))
+
+
+def test_what_a_missing_library_would_read_says_how_to_bring_it(tmp_path, monkeypatch):
+    path = _write(tmp_path, "rows.parquet", b"")
+
+    def absent(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(sources.importlib, "import_module", absent)
+    with pytest.raises(DataError, match=r"needs pyarrow; bring it with: pip install 'snugtune\[data\]'"):
+        check(str(path))
+    with pytest.raises(DataError, match=r"owner/name is no file here.*pip install 'snugtune\[data\]'"):
+        _fields("owner/name")
+
+
+def test_an_id_of_the_hub_is_read_through_datasets(monkeypatch):
+    class Library:
+        @staticmethod
+        def load_dataset(name, *, split):
+            assert (name, split) == ("owner/name", "train")
+            return [{"text": "a"}, {"text": "b"}]
+
+    monkeypatch.setattr(sources.importlib, "import_module", lambda name: Library)
+    assert [(r.where, r.fields["text"]) for r in read("owner/name")] == [
+        ("owner/name row 1", "a"),
+        ("owner/name row 2", "b"),
+    ]
+
+
+def test_a_hub_that_gives_nothing_is_a_message(monkeypatch):
+    class Library:
+        @staticmethod
+        def load_dataset(name, *, split):
+            raise ConnectionError("offline\nand more")
+
+    monkeypatch.setattr(sources.importlib, "import_module", lambda name: Library)
+    with pytest.raises(DataError, match=r"there is no data at owner/name: .*\(offline\)$"):
+        _fields("owner/name")
+
+
+@pytest.mark.parametrize("name", ["data/rows.jsonl", "data/rows.csv.gz", "./rows", "../a/b", "/a/b"])
+def test_a_mistyped_path_never_goes_to_the_hub(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources.importlib, "import_module", lambda name: pytest.fail("asked the hub"))
+    with pytest.raises(DataError, match="there is no data at"):
+        check(name)
+
+
+def test_a_name_in_a_folder_that_is_here_is_a_mistyped_path(monkeypatch, tmp_path):
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="there is no data at data/rows"):
+        check("data/rows")

@@ -10,6 +10,7 @@ import typer
 from snugtune.cli import console
 from snugtune.cli.doctor import doctor
 from snugtune.cli.evaluate import evaluate
+from snugtune.cli.inspect import inspect
 from snugtune.cli.merge import merge
 from snugtune.cli.plan import plan
 from snugtune.cli.train import train
@@ -23,6 +24,7 @@ app.command()(plan)
 app.command()(train)
 app.command()(evaluate)
 app.command()(merge)
+app.command()(inspect)
 app.command()(doctor)
 
 

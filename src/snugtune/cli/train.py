@@ -39,7 +39,7 @@ def train(
     if json:
         console.print_json(report)
     else:
-        _show(report, resolved.data)
+        _show(report, resolved.data_names)
 
 
 def _show(report: Any, data: str) -> None:

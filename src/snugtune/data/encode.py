@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -54,10 +55,9 @@ def encode(
     encoded: list[EncodedRow] = []
     needed: list[int] = []
     for start in range(0, len(rows), _BATCH_ROWS):
-        for row, ids, is_label in _tokenise(rows[start : start + _BATCH_ROWS], tokenizer):
+        for row, ids, is_label in tokenise(rows[start : start + _BATCH_ROWS], tokenizer):
             if not is_label[:max_length].any():
-                reason = "no label token" if not is_label.any() else f"no label token within max_length {max_length}"
-                left_out.add(reason, row.where)
+                left_out.add(no_label(max_length if is_label.any() else None), row.where)
                 if is_label.any():
                     needed.append(int(np.flatnonzero(is_label)[0]) + 1)
                 continue
@@ -65,43 +65,81 @@ def encode(
     if with_choices:
         encoded = _with_choices(rows, encoded, tokenizer, max_length)
     if not encoded:
-        hint = f"; the shortest of them needs max_length {min(needed)}" if needed else ""
-        raise DataError("no row can be used" + hint + "".join(f"\n  {line}" for line in left_out.describe()))
+        raise no_row(needed, left_out)
     return encoded
 
 
-def _tokenise(rows: Sequence[Row], tokenizer: Tokenizer) -> list[tuple[Row, np.ndarray, np.ndarray]]:
-    done = []
+def no_label(max_length: int | None) -> str:
+    """Why a row is left out whose labels begin behind `max_length`, or that has none at all."""
+    return "no label token" + (f" within max_length {max_length}" if max_length else "")
+
+
+def no_row(needed: Sequence[int], left_out: LeftOut) -> DataError:
+    """No row has a label token; `needed` holds the max_length that each of those would need which have one further on."""
+    hint = f"; the shortest of them needs max_length {min(needed)}" if len(needed) else ""
+    return DataError("no row can be used" + hint + "".join(f"\n  {line}" for line in left_out.describe()))
+
+
+def tokenise(rows: Sequence[Row], tokenizer: Tokenizer) -> list[tuple[Row, np.ndarray, np.ndarray]]:
+    """Token ids [L] of each row and which of them are labels [L], in the order of `rows`."""
+    backend = plain_backend(tokenizer)
+    found: dict[int, tuple[Row, np.ndarray, np.ndarray]] = {}
     for rendered in (False, True):
-        part = [row for row in rows if row.rendered is rendered]
-        if not part:
-            continue
-        found = tokenizer(
-            [row.text for row in part], add_special_tokens=not rendered, return_offsets_mapping=True,
-            return_attention_mask=False, verbose=False,
-        )  # fmt: skip
-        for row, ids, offsets in zip(part, found["input_ids"], found["offset_mapping"], strict=True):
-            done.append((row, *_labelled(row, ids, offsets, tokenizer)))
-    order = {id(row): index for index, row in enumerate(rows)}
-    return sorted(done, key=lambda item: order[id(item[0])])
+        part = [index for index, row in enumerate(rows) if row.rendered is rendered]
+        # Its wrapper would make Python lists of every token's range, of which two or three count.
+        encodings = backend.encode_batch([rows[i].text for i in part], add_special_tokens=not rendered)
+        for index, encoding in zip(part, encodings, strict=True):
+            found[index] = (rows[index], *_labelled(rows[index], encoding, tokenizer))
+    return [found[index] for index in range(len(rows))]
 
 
-def _labelled(
-    row: Row, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    # Some tokenizers trim white space off their ranges: a token that is nothing else begins where the last one ended.
-    starts = np.where(starts == ends, np.minimum(np.roll(ends, 1), starts), starts) if len(ids) else starts
+def plain_backend(tokenizer: Tokenizer) -> Any:
+    """The fast tokenizer itself, without what some files bring: padding and truncation.
+
+    Raises:
+        DataError: where there is none.
+    """
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{type(tokenizer).__name__} cannot tell which characters a token stands for; give the model's folder a tokenizer.json"
+        )
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _labelled(row: Row, encoding: Any, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.array(encoding.ids, dtype=np.int32)
     is_label = np.zeros(len(ids), dtype=bool)
     for start, end in row.label_spans:
-        # An added special token has an empty range and so never falls into a span.
-        is_label |= (starts < end) & (ends > start) & (ends > starts)
-    token_ids = np.array(ids, dtype=np.int32)
+        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        if first is None or last is None:  # white space at the span's edge, left out of every token's range
+            is_label |= _reaching_into(encoding, start, end)
+            continue
+        while last + 1 < len(ids) and _begins(encoding, last + 1, end):  # a character of several tokens
+            last += 1
+        is_label[first : last + 1] = True
     if not row.rendered:
-        token_ids, is_label = _ended(token_ids, is_label, tokenizer.eos_token_id)
+        ids, is_label = _ended(ids, is_label, tokenizer.eos_token_id)
     if len(is_label):
         is_label[0] = False
-    return token_ids, is_label
+    return ids, is_label
+
+
+def _begins(encoding: Any, token: int, end: int) -> bool:
+    """Whether a token begins before character `end`; one that was added begins nowhere."""
+    characters = encoding.token_to_chars(token)
+    return characters is not None and characters[0] < end and characters[1] > characters[0]
+
+
+def _reaching_into(encoding: Any, start: int, end: int) -> np.ndarray:
+    """[L] tokens whose range meets characters start..end."""
+    starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+    # Some tokenizers trim white space off their ranges: a token that is nothing else begins where the last one ended.
+    starts = np.where(starts == ends, np.minimum(np.roll(ends, 1), starts), starts)
+    # An added special token has an empty range and so never falls into a span.
+    return (starts < end) & (ends > start) & (ends > starts)
 
 
 def _ended(ids: np.ndarray, is_label: np.ndarray, end_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from snugtune.data.encode import EncodedRow
 from snugtune.kernels.attention import RowLayout, layout
-from snugtune.recipe import What
+from snugtune.recipe import Batching, What
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,49 @@ def global_batches(what: What, rows: int) -> list[list[int]]:
     return [order[i : i + what.global_batch_rows] for i in range(0, stop, what.global_batch_rows)]
 
 
+def micro_batches(lengths: Sequence[int], *, capacity: int, batching: Batching = "packing") -> list[list[int]]:
+    """Split rows of one global batch into micro-batches of at most `capacity` computed tokens; a longer row stands alone.
+
+    packing takes what fits together; padding takes rows as they come and grouping by their length, and `padded` then
+    fills them up to the longest of their micro-batch.
+    """
+    if batching == "packing":
+        return pack(lengths, capacity=capacity)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i]) if batching == "grouping" else range(len(lengths))
+    parts: list[list[int]] = []
+    longest = 0
+    for index in order:
+        longest = max(longest, lengths[index])
+        if not parts or longest * (len(parts[-1]) + 1) > capacity:
+            parts.append([])
+            longest = lengths[index]
+        parts[-1].append(index)
+    return parts
+
+
+def computed_tokens(lengths: Sequence[int], batching: Batching) -> int:
+    """Tokens that the model computes for a micro-batch of such rows."""
+    return sum(lengths) if batching == "packing" else max(lengths) * len(lengths)
+
+
+def padded(rows: Sequence[EncodedRow], batching: Batching) -> list[EncodedRow]:
+    """The rows of a micro-batch as they are computed. Padding stands behind a row, where nothing of it is seen, and is no
+    label."""
+    if batching == "packing":
+        return list(rows)
+    longest = max(row.tokens for row in rows)
+    return [
+        replace(
+            row,
+            ids=np.pad(row.ids, (0, longest - row.tokens), mode="edge"),
+            is_label=np.pad(row.is_label, (0, longest - row.tokens)),
+        )
+        for row in rows
+    ]
+
+
 def pack(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Split rows of one global batch into micro-batches of at most `capacity` tokens; a longer row stands alone.
+    """Split rows of one global batch into packed micro-batches of at most `capacity` tokens; a longer row stands alone.
 
     First-fit decreasing finds how few will do; then the load is levelled over that many, since the fullest one makes the
     peak. Indices inside a micro-batch come longest first, which is what attention groups like.

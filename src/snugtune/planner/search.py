@@ -19,7 +19,7 @@ from snugtune.cards import DeviceSpec
 from snugtune.data.choices import largest_batch
 from snugtune.data.dataset import Dataset
 from snugtune.data.encode import EncodedRow
-from snugtune.data.pack import global_batches, pack
+from snugtune.data.pack import computed_tokens, global_batches, micro_batches, pack, padded
 from snugtune.device import CUDA_CONTEXT_BYTES, Allocator
 from snugtune.errors import DoesNotFit, RecipeError
 from snugtune.models.load import DTYPES
@@ -41,8 +41,11 @@ CODE_BYTES = 32 * MIB
 KERNEL_BYTES = 40 * MIB
 """Scratch of matrix products and attention inside their kernels, and thread stacks (same machine, float32: 0 to 60 MiB)."""
 
-KERNEL_BYTES_16 = 16 * MIB
+KERNEL_BYTES_16 = 24 * MIB
 """More of it where products are in 16 bits: what oneDNN keeps for each shape (device.py limits how many)."""
+
+RESERVE_BYTES_16 = 32 * MIB
+"""What oneDNN maps for 16-bit products and does not touch: without it a run that was predicted 0.5 % below its peak hit the wall."""
 
 
 @dataclass(frozen=True)
@@ -171,11 +174,12 @@ class Surroundings:
         besides = self.resident_bytes + CODE_BYTES + scratch_bytes
         return besides + kept_bytes + self.allocator.resident_bytes(in_use_bytes - kept_bytes)
 
-    def reserve(self, changing_bytes: int) -> int:
-        """What the allocator maps and does not touch, for so many bytes that come and go: the wall counts it."""
+    def reserve(self, changing_bytes: int, dtype: torch.dtype) -> int:
+        """What is mapped and not touched where so many bytes come and go: the wall counts it."""
         if self.device.kind == "cuda":
             return 0
-        return self.allocator.reserve_bytes + round(changing_bytes * self.allocator.reserve_share)
+        kernels = RESERVE_BYTES_16 if dtype.itemsize == 2 else 0
+        return self.allocator.reserve_bytes + round(changing_bytes * self.allocator.reserve_share) + kernels
 
 
 @dataclass(frozen=True)
@@ -316,8 +320,9 @@ def _distinct_sizes(run: Run) -> list[Batches]:
 
 def _one_a_step(run: Run) -> list[Batches]:
     """The micro-batch that holds the largest global batch; none where the recipe asks for smaller ones."""
-    asked, rows = run.recipe.how.micro_batch_tokens, run.data.train
-    needed = max(sum(rows[i].tokens for i in batch) for batch in global_batches(run.recipe.what, len(rows)))
+    asked, lengths = run.recipe.how.micro_batch_tokens, run.data.lengths
+    batches = global_batches(run.recipe.what, len(lengths))
+    needed = max(computed_tokens([lengths[i] for i in batch], run.recipe.how.batching) for batch in batches)
     if asked is None or asked >= needed:
         return [Batches.of(run, asked or needed)]
     if run.asked.how.update == "in_backward":
@@ -412,16 +417,20 @@ class Batches:
     @classmethod
     def of(cls, run: Run, capacity: int) -> Batches:
         """Pack every global batch of the run, as the trainer will."""
-        rows = run.data.train
-        lengths = [row.tokens for row in rows]
-        labels = [row.label_tokens for row in rows]
+        rows, lengths, labels = run.data.train, run.data.lengths, run.data.label_lengths
+        batching = run.recipe.how.batching
+
+        def computed(part: list[int]) -> tuple[EncodedRow, ...]:
+            return tuple(padded([rows[i] for i in part], batching))
+
         parts: list[list[int]] = []
         batches = list(global_batches(run.recipe.what, len(rows)))
         first: list[int] = []
         for batch in batches:
             first.append(len(parts))
-            parts += [[batch[i] for i in part] for part in pack([lengths[i] for i in batch], capacity=capacity)]
-        tokens = [sum(lengths[i] for i in part) for part in parts]
+            cut = micro_batches([lengths[i] for i in batch], capacity=capacity, batching=batching)
+            parts += [[batch[i] for i in part] for part in cut]
+        tokens = [computed_tokens([lengths[i] for i in part], batching) for part in parts]
         label_tokens = [sum(labels[i] for i in part) for part in parts]
         mean = fmean(tokens)
         typical = parts[min(range(len(parts)), key=lambda p: abs(tokens[p] - mean))]
@@ -437,10 +446,10 @@ class Batches:
         return cls(
             capacity=capacity,
             work=Work(
-                tuple(Micro(tuple(rows[i] for i in parts[part]), onto_gradients) for part, onto_gradients in worst),
-                tuple(_largest_eval_batches(run.data, capacity)), capacity, tuple(rows[i] for i in typical),
+                tuple(Micro(computed(parts[part]), onto_gradients) for part, onto_gradients in worst),
+                tuple(_largest_eval_batches(run.data, capacity)), capacity, computed(typical),
             ),
-            tokens_per_step=sum(tokens) / len(batches),
+            tokens_per_step=sum(lengths[i] for part in parts for i in part) / len(batches),
             micro_batches_per_step=len(parts) / len(batches),
             tokens_per_micro_batch=mean,
         )  # fmt: skip
@@ -481,7 +490,7 @@ def plan(recipe: Recipe, batches: Batches, profile: Profile, run: Run, around: S
             # Streamed through the host's memory, a few rows of a weight at a time.
             "merge": around.peak(0 if around.device.kind == "cuda" else profile.trained + TRANSIENT_BYTES, 0),
         },
-        reserve_bytes=around.reserve(max(step_peak, evaluate_peak, profile.kept) - profile.kept),
+        reserve_bytes=around.reserve(max(step_peak, evaluate_peak, profile.kept) - profile.kept, run.dtype),
         step_seconds=step_seconds,
         tokens_per_second=batches.tokens_per_step / step_seconds,
         gradient_seconds=gradient_seconds,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from snugtune.data.encode import EncodedRow
-from snugtune.data.pack import MicroBatch, collate, global_batches, pack
+from snugtune.data.pack import MicroBatch, collate, global_batches, micro_batches, padded
 from snugtune.errors import InputError, Stopped
 from snugtune.events import EventLog
 from snugtune.memory.precision import LossScale
@@ -52,7 +52,7 @@ def train_rows(
         InputError: where the first backward reaches not every trainable tensor; it names them.
         Stopped: after MOST_SKIPS_IN_A_ROW gradients in a row that were not finite.
     """
-    what, capacity = recipe.what, recipe.how.micro_batch_tokens
+    what, capacity, batching = recipe.what, recipe.how.micro_batch_tokens, recipe.how.batching
     assert capacity is not None, "the planner resolves micro_batch_tokens"
     batches = global_batches(what, len(rows))
     rate = _schedule(what, len(batches))
@@ -65,13 +65,14 @@ def train_rows(
         batch_rows = [rows[i] for i in indices]
         label_tokens = sum(row.label_tokens for row in batch_rows)
         loss_scale = scale.scale if scale else 1.0
-        parts = pack([row.tokens for row in batch_rows], capacity=capacity)
-        micros = [collate([batch_rows[i] for i in part], device=device) for part in parts]
+        parts = micro_batches([row.tokens for row in batch_rows], capacity=capacity, batching=batching)
+        micros = [collate(padded([batch_rows[i] for i in part], batching), device=device) for part in parts]
         loss, norm, update = _gradient(step, micros, label_tokens, loss_scale)
         if number == 1:
             _check_reached(step)
-        done.computed_tokens += sum(micro.input_ids_1T.shape[1] for micro in micros)
-        done.pad_tokens += sum(micro.input_ids_1T.shape[1] - micro.tokens for micro in micros)
+        tokens = sum(row.tokens for row in batch_rows)
+        done.computed_tokens += sum(micro.tokens for micro in micros)
+        done.pad_tokens += sum(micro.tokens for micro in micros) - tokens
         finite = math.isfinite(norm)
         learning_rate = rate(done.steps - done.skipped_steps)
         if finite:
@@ -86,7 +87,6 @@ def train_rows(
         if scale:
             scale.update(finite=finite)
         seconds = time.perf_counter() - started
-        tokens = sum(row.tokens for row in batch_rows)
         done.steps, done.label_tokens = number, done.label_tokens + label_tokens
         done.seconds += seconds
         done.losses.append(loss)
