@@ -8,6 +8,7 @@ import torch
 
 import tiny
 from snugtune import cli
+from snugtune.data import tokens
 
 torch.set_num_threads(1)
 
@@ -42,7 +43,8 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
-    """Tests neither use nor fill the user's cache folder."""
+    """Tests neither use nor fill the user's folder of tokens."""
+    folder = tmp_path_factory.mktemp("tokens")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(tokens, "_folder", lambda: folder)
         yield

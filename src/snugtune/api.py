@@ -53,6 +53,8 @@ class TrainReport:
     skipped_steps: int
     rows_used: int
     rows_left_out: dict[str, int]
+    rows_changed: dict[str, int]
+    """Used in another form than they were written in, by what was done to them."""
     label_tokens: int
     computed_tokens: int
     pad_tokens: int
@@ -470,7 +472,7 @@ def _train(
     folder = run / ("adapter" if recipe.what.method == "lora" else "model")
     report = TrainReport(
         run=str(run), steps=trained.steps, skipped_steps=trained.skipped_steps, rows_used=len(data.train),
-        rows_left_out=data.left_out.counts, label_tokens=trained.label_tokens, computed_tokens=trained.computed_tokens,
+        rows_left_out=data.left_out.counts, rows_changed={what: len(rows) for what, rows in data.left_out.changed.items()}, label_tokens=trained.label_tokens, computed_tokens=trained.computed_tokens,
         pad_tokens=trained.pad_tokens, global_batch_rows=recipe.what.global_batch_rows,
         trainable_parameters=sum(p.numel() for p in step.trainable),
         loss_first=trained.losses[0], loss_last=trained.losses[-1], eval_rows=len(data.held_out),

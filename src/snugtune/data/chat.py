@@ -119,17 +119,14 @@ def template(
 def _apply(tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Any] | None, answer: bool) -> str:  # noqa: FBT001
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer)  # type: ignore[arg-type]
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        KeyError,
-        IndexError,
-    ) as error:  # a template is a program
+    except _FAILS as error:
         raise Refused(f"the chat template refuses it ({error})") from None
     assert isinstance(text, str)
     return text
+
+
+_FAILS = (TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+"""A template is a program, and fails like one where a row is not what it expects."""
 
 
 def _with_text_arguments(message: Message) -> Message:
@@ -173,17 +170,9 @@ def _common(tokenizer: Tokenizer, one: str, other: str) -> str:
 
 def _check_whole(text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
     """Templates drop what they do not know without a word."""
-    squeezed = _squeezed(text)
     for message in messages:
-        for key in ("content", *REASONING):
-            said = message.get(key) or ""
-            forms = (
-                _squeezed(said),
-                _squeezed(json.dumps(said)[1:-1]),
-                _squeezed(json.dumps(said, ensure_ascii=False)[1:-1]),
-            )
-            if not any(form in squeezed for form in forms):
-                raise Refused(f"the chat template drops what a turn of {message['role']} says")
+        if any(key in message and not _says(text, message[key]) for key in ("content", *REASONING)):
+            raise Refused(f"the chat template drops what a turn of {message['role']} says")
         for call in message.get("tool_calls") or ():
             if call["function"]["name"] not in text:
                 raise Refused("the chat template writes no tool calls")
@@ -194,9 +183,13 @@ def _check_whole(text: str, messages: Sequence[Message], tools: Sequence[Any] | 
             raise Refused("the chat template writes no tools")
 
 
-def _squeezed(text: str) -> str:
-    """Templates put white space between a thought and its answer, and trim."""
-    return "".join(text.split())
+def _says(text: str, said: str) -> bool:
+    """Whether `text` holds it: trimmed, with other white space in it, or written as JSON."""
+    if said.strip() in text:
+        return True
+    forms = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
+    squeezed = "".join(text.split())
+    return any("".join(form.split()) in squeezed for form in forms)
 
 
 def _as_written(messages: Sequence[Message]) -> list[Message]:

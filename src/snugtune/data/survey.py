@@ -29,7 +29,7 @@ class Finding:
     def __str__(self) -> str:
         named = ", ".join(self.where[:5])
         more = f" and {self.rows - 5} more" if self.rows > 5 else ""
-        return f"{self.rows} row{'s' * (self.rows != 1)} {self.what}: {named}{more}"
+        return f"{self.rows} row{'s' * (self.rows != 1)}, {self.what}: {named}{more}"
 
 
 def token_lengths(lengths: np.ndarray) -> dict[str, int]:
@@ -67,12 +67,12 @@ def findings(rows: Rows) -> list[Finding]:
     digests, prompts = rows.fact("digests"), rows.fact("prompt_digests")
     again = _not_first(digests)
     found = [
-        ("say the same as an earlier row", again),
-        ("have the prompt of an earlier row and another answer", _not_first(prompts) & ~again & (prompts != digests)),
-        ("are signs rather than words", flags & SALAD > 0),
-        ("say the same thing again and again", flags & REPEATED > 0),
-        ("have far more label tokens than the others", _far_above(lengths)),
-        ("are cut at max_length", rows.whole_lengths > rows.max_length),
+        ("the same as an earlier row", again),
+        ("the prompt of an earlier row with another answer", _not_first(prompts) & ~again & (prompts != digests)),
+        ("signs rather than words", flags & SALAD > 0),
+        ("the same thing again and again", flags & REPEATED > 0),
+        ("far more label tokens than the others", _far_above(lengths)),
+        ("cut at max_length", rows.whole_lengths > rows.max_length),
     ]
     return [_finding(what, rows, chosen) for what, chosen in found if chosen.any()]
 
@@ -83,7 +83,10 @@ def leaks(train: Rows, held_out: Rows) -> list[Finding]:
         return []
     same = np.isin(held_out.fact("digests"), train.fact("digests"))
     prompt = np.isin(held_out.fact("prompt_digests"), train.fact("prompt_digests")) & ~same
-    told = (("are held out and trained on as well", same), ("are held out, and their prompt is trained on", prompt))
+    told = (
+        ("held out and trained on as well", same),
+        ("held out, and the prompt is trained on with another answer", prompt),
+    )
     return [_finding(what, held_out, chosen) for what, chosen in told if chosen.any()]
 
 
@@ -92,7 +95,7 @@ def high_losses(rows: Sequence[str], losses: Sequence[float]) -> list[Finding]:
     chosen = _far_above(np.asarray(losses))
     order = sorted(np.flatnonzero(chosen).tolist(), key=lambda i: -losses[i])
     named = tuple(f"{rows[i]} ({losses[i]:.1f})" for i in order[:_MOST_NAMED])
-    return [Finding("have a loss far above the others'", named, len(order))] if order else []
+    return [Finding("a loss far above the others'", named, len(order))] if order else []
 
 
 def _finding(what: str, rows: Rows, chosen: np.ndarray) -> Finding:

@@ -167,7 +167,7 @@ def load(
     """
     sources.check(source.path)
     name = _name(source, tokenizer, part)
-    kept = folder or platformdirs.user_cache_path("snugtune") / "tokens"
+    kept = folder or _folder()
     if name is not None:
         found = TokenFile.load(kept / f"{name}.tokens")
         if found is not None:
@@ -182,6 +182,10 @@ def load(
     # Nothing that could name it, or nowhere to keep it.
     with tempfile.TemporaryDirectory() as scratch:
         return _make(source, tokenizer, part, progress, Path(scratch), None)
+
+
+def _folder() -> Path:
+    return platformdirs.user_cache_path("snugtune") / "tokens"
 
 
 def _name(source: DataSource, tokenizer: Tokenizer, part: str) -> str | None:
