@@ -36,12 +36,19 @@ def rows(tokenizer: Tokenizer, *, work: dict[str, Any]) -> list[dict[str, list[i
 
 
 def as_work(fields: dict[str, Any]) -> Work:
-    return Work(fields["peer"], Path(fields["model"]), Path(fields["data"]), fields["steps"], Path(fields["output"]))
+    return Work(
+        fields["peer"],
+        Path(fields["model"]),
+        Path(fields["data"]),
+        fields["steps"],
+        Path(fields["output"]),
+        fields["precision"],
+    )
 
 
 def main(work: Work) -> None:
     fields = {"peer": work.peer, "model": str(work.model), "data": str(work.data), "steps": work.steps}
-    fields["output"] = str(work.output)
+    fields |= {"output": str(work.output), "precision": work.precision}
     lengths = [len(row["tokens"]) for row in rows(Tokenizer(fields["model"]), work=fields)]
     meter = Meter()
     # Its folder of recipes says that it is not to be imported; `tune run` runs the file too.
